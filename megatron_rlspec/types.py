@@ -391,6 +391,7 @@ class PackedBatch:
     counts             denominators of the losses, summed over all ranks and micro-batches of the *step* before its
                        first backward: `policy`, `drafter` (one per depth), `tokens` (trained ones), `samples`
     old_logprobs       of the policy before the first of several updates; None: the first update, or not needed
+    reference_logprobs of the policy that KL is measured to; None: not needed. The trainer fills in both
     staleness          versions between the policy that drew the label and the trained policy; None if not needed
     noise_seeds        `Sample.seed` at positions where the acceptance of coupled drafts is predicted, else -1; None: a
                        sample has no seed

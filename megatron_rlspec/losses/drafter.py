@@ -10,7 +10,6 @@ logits is float32 (float64 for float64 inputs). All distributions are softmax(lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -18,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
+from megatron_rlspec.custom import DrafterLoss
 from megatron_rlspec.losses.fused import FusedRows, Taught
 from megatron_rlspec.losses.head import DraftHead, VocabParallelHead, accumulate_in
+from megatron_rlspec.losses.plain import PlainRows, PlainTeacher, read
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
 
@@ -157,22 +157,12 @@ class Student:
                 continue
             index = to_device(rows - first, self._rows.device)
             hidden = teacher_hidden.index_select(0, index)
-            if self._head.kernel is None:
-                scores = self._head.scores(hidden)
-                lse = self._head.log_sum_exp(scores)
-            else:
-                scores = self._head.logits(hidden)
-                no_labels = to_device(torch.zeros_like(rows), scores.device)
-                lse = FusedRows(self._head, scores, no_labels).lse
-            self.observe(rows, scores, lse)
+            no_labels = torch.zeros_like(index)
+            given_rows = read(self._head, hidden, no_labels)
+            self.observe(rows, given_rows.scores, given_rows.lse)
 
     @torch.no_grad()
-    def observe(
-        self,
-        rows: Tensor,
-        scores: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def observe(self, rows: Tensor, scores: Tensor, lse: Tensor) -> None:
         """Learn from the teacher's ascending `rows [C]`, their scores `[C, V/tp]`, which are overwritten, and `lse
         [C]`, as `policy_logprobs` gives them.
 
@@ -196,12 +186,12 @@ class Student:
                     "the teacher of a drafter row is not among the rows with computed logits"
                 )
             index = to_device(index, scores.device)
+            teacher: Taught | PlainTeacher
             if self._fused:
-                taught = Taught(self._head, scores, lse, index)
-                self._learn(part, taught=taught)
+                teacher = Taught(self._head, scores, lse, index)
             else:
-                logp = scores.index_select(0, index)
-                self._learn(part, logp=logp)
+                teacher = PlainTeacher(self._head, scores.index_select(0, index))
+            self._learn(part, teacher)
 
     def finish(self) -> tuple[Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
@@ -241,168 +231,76 @@ class Student:
         return rows
 
     @torch.no_grad()
-    def _learn(
-        self,
-        part: slice,
-        logp: Tensor | None = None,
-        taught: Taught | None = None,
-    ) -> None:
+    def _learn(self, part: slice, teacher: Taught | PlainTeacher | None = None) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
         head = self._draft_head or self._head
+        kind = self._kind
+        labels = self._labels[part]
         weight = self._weight[part]
-        scale = weight / head.temperature
-        if self._fused:
-            sums, loss, grad = self._learn_with_kernels(part, taught, scale)
-        else:
-            sums, loss, grad = self._learn_with_torch(part, logp)
+        scales = weight / head.temperature
+        rows = self._read(part, teacher)
+        best = rows.best()
+        covered = torch.ones_like(weight)
+        sums = {
+            "tokens": torch.ones_like(weight),
+            "match": (best == labels).to(weight.dtype),
+        }
+        if self._draft_head is not None:
+            covered = self._draft_head.holds(labels)
+            sums["covered"] = covered
+        ce = -rows.logprob * covered
+        sums["ce"] = ce
+        loss = ce
+        if self.rows is not None:
+            self._store_rows(part, match=sums["match"])
+            if self._noise is not None:
+                self._store_rows(part, coupled=rows.coupled() * covered[:, None])
+            if teacher is not None:
+                ratio = (-ce - teacher.logprob(labels)).exp()
+                self._store_rows(part, label_ratio=ratio * covered)
+        learns = self._grad is not None or self._own_grad is not None
+        if teacher is not None:
+            wanted = scales if learns and kind != "ce" else None
+            if callable(kind):
+                assert isinstance(rows, PlainRows)
+                overlap, divergence = rows.against_own(kind, self._groups[part] + 1, wanted)
+            else:
+                overlap, divergence = rows.against(kind, wanted)
+            of_teacher = {"overlap": overlap, "argmax_prob": teacher.logprob(best).exp()}
+            sums |= of_teacher
+            if self.rows is not None:
+                self._store_rows(part, **of_teacher)
+            if kind != "ce":
+                loss = divergence
+        if kind == "ce" and learns:
+            rows.write_label(-scales * covered)
         self._total += (weight * loss).sum()
-        # Kernels have multiplied the gradient by `scale` already.
         if self._grad is not None:
-            back = head.back(grad)
-            if not self._fused:
-                back = back * scale[:, None]
-            self._grad[part] = back
+            self._grad[part] = rows.back()
         if self._own_grad is not None and self._draft_head is not None:
-            hidden = self._hidden[part]
-            if not self._fused:
-                grad = grad * scale[:, None]
-                hidden = hidden.to(scale.dtype)
-            product = grad.t() @ hidden
-            self._own_grad[self._draft_head.own] += product
+            self._own_grad[self._draft_head.own] += rows.of_weight(self._hidden[part])
         sums["loss"] = loss
         for name, x in sums.items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         self._learned += len(weight)
 
-    def _learn_with_torch(
-        self,
-        part: slice,
-        logp: Tensor | None,
-    ) -> tuple[Metrics, Tensor, Tensor]:
-        """Return metrics and loss `[C]`, and the loss's gradient in the scores, `[C, width]`; keep results of rows."""
-        full = self._head
-        head = self._draft_head or full
-        labels = self._labels[part]
-        scores = head.scores(self._hidden[part])
-        lse = head.log_sum_exp(scores)
-        ce = lse - head.sum(head.pick(scores, labels))
-        best = head.argmax(scores)
-        logq = scores.sub_(lse[:, None])
-        match = best == labels
-        sums = {
-            "tokens": torch.ones_like(ce),
-            "ce": ce,
-            "match": match.to(ce.dtype),
-        }
-        covered: Tensor | float = 1.0
-        if self._draft_head is not None:
-            covered = self._draft_head.holds(labels)
-            ce = ce * covered
-            sums["covered"] = covered
-            sums["ce"] = ce
-        loss = ce
-        if self.rows is not None:
-            self._store_rows(part, match=sums["match"])
-            if self._noise is not None:
-                seeds, keys = self._noise
-                coupled = _coupled(head, logq, labels, seeds[part], keys[part])
-                self._store_rows(part, coupled=coupled)
-            if logp is not None:
-                label_logp = full.sum(full.pick(logp, labels))
-                ratio = (-ce - label_logp).exp()
-                self._store_rows(part, label_ratio=ratio * covered)
-        if logp is not None:
-            depths = self._groups[part] + 1
-            overlap, divergence, grad = self._against(logq, logp, labels, depths)
-            best_logp = full.sum(full.pick(logp, best))
-            of_teacher = {"overlap": overlap, "argmax_prob": best_logp.exp()}
-            sums |= of_teacher
-            if self.rows is not None:
-                self._store_rows(part, **of_teacher)
-        if self._kind == "ce":
-            grad = head.add_at(logq.exp_(), labels, -1)
-            if self._draft_head is not None:
-                grad *= sums["covered"][:, None]
-        else:
-            loss = divergence
-        return sums, loss, grad
-
-    def _learn_with_kernels(
-        self,
-        part: slice,
-        taught: Taught | None,
-        scale: Tensor,
-    ) -> tuple[Metrics, Tensor, Tensor]:
-        """Return the same as `_learn_with_torch`; the gradient is times `scale [C]`, and in the type of the logits."""
+    def _read(self, part: slice, teacher: Taught | PlainTeacher | None) -> FusedRows | PlainRows:
+        """Read one slice of students."""
         head = self._draft_head or self._head
+        hidden = self._hidden[part]
         labels = self._labels[part]
-        kind = str(self._kind)
-        logits = head.logits(self._hidden[part])
         noise = None
         if self._noise is not None and self.rows is not None:
             seeds, keys = self._noise
-            seeds = to_device(seeds[part], logits.device)
-            keys = to_device(keys[part], logits.device)
-            noise = seeds, keys
+            noise = seeds[part], keys[part]
+        if not self._fused:
+            assert not isinstance(teacher, Taught)
+            return PlainRows(head, hidden, labels, teacher=teacher, noise=noise)
+        assert not isinstance(teacher, PlainTeacher)
         moment = "none"
-        if kind in ("forward_kl", "reverse_kl"):
-            moment = kind
-        rows = FusedRows(head, logits, labels, moment, taught, noise)
-        best = rows.best()
-        match = best == labels
-        covered = torch.ones_like(scale)
-        sums = {
-            "tokens": torch.ones_like(scale),
-            "ce": -rows.logprob,
-            "match": match.to(scale.dtype),
-        }
-        if self._draft_head is not None:
-            covered = self._draft_head.holds(labels)
-            sums["covered"] = covered
-            sums["ce"] = sums["ce"] * covered
-        loss = sums["ce"]
-        of_rows = {"match": sums["match"]}
-        if noise is not None:
-            of_rows["coupled"] = rows.coupled() * covered[:, None]
-        learns = self._grad is not None or self._own_grad is not None
-        if taught is not None:
-            scales = scale if learns and kind != "ce" else None
-            argmax_prob = taught.logprob(best).exp()
-            overlap, divergence = rows.against(kind, scales)
-            of_teacher = {"overlap": overlap, "argmax_prob": argmax_prob}
-            sums |= of_teacher
-            of_rows |= of_teacher
-            ratio = (-loss - taught.logprob(labels)).exp()
-            of_rows["label_ratio"] = ratio * covered
-            if kind != "ce":
-                loss = divergence
-        if kind == "ce" and learns:
-            rows.write_label(-scale * covered)
-        if self.rows is not None:
-            self._store_rows(part, **of_rows)
-        return sums, loss, logits
-
-    def _against(
-        self,
-        logq: Tensor,
-        logp: Tensor,
-        labels: Tensor,
-        depths: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Σ min(p, q), the loss and its gradient in the student's scores; `logp` is over the full vocabulary."""
-        if callable(self._kind):
-            return _own_divergence(
-                self._kind,
-                logq,
-                logp,
-                labels,
-                depths,
-                self._head,
-            )
-        if self._draft_head is None:
-            return _divergence(self._kind, logq, logp, self._head.sum)
-        logp = self._draft_head.of_full(logp)
-        return _divergence(self._kind, logq, logp, self._head.sum, whole=False)
+        if self._kind in ("forward_kl", "reverse_kl"):
+            moment = str(self._kind)
+        return FusedRows(head, head.logits(hidden), labels, moment, teacher, noise)
 
     def _store_rows(self, part: slice, **values: Tensor) -> None:
         assert self.rows is not None
@@ -412,29 +310,6 @@ class Student:
                 self.rows[name] = x.new_zeros(shape)
             whole = self.rows[name]
             whole.index_copy_(0, self._rows[part], x)
-
-
-def _coupled(
-    head: VocabParallelHead,
-    logq: Tensor,
-    labels: Tensor,
-    seeds: Tensor,
-    keys: Tensor,
-) -> Tensor:
-    """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
-    with_seed = (seeds >= 0).nonzero()[:, 0]
-    coupled = logq.new_zeros(len(logq), len(SHARPNESS))
-    if not len(with_seed):
-        return coupled
-    rows = to_device(with_seed, logq.device)
-    row_seeds = to_device(seeds[with_seed], logq.device)
-    row_keys = to_device(keys[with_seed], logq.device)
-    row_logq = logq.index_select(0, rows)
-    drafts = head.sample(row_logq, row_seeds, row_keys, SHARPNESS)
-    row_labels = labels[rows]
-    are_labels = drafts == row_labels[:, None]
-    coupled[rows] = are_labels.to(coupled.dtype)
-    return coupled
 
 
 class _Precomputed(torch.autograd.Function):
@@ -459,77 +334,3 @@ class _Precomputed(torch.autograd.Function):
             grad_own = own_grad * upstream
             grad_own = grad_own.to(ctx.own_type)
         return grad_source, None, None, None, grad_own, None
-
-
-def _divergence(
-    kind: Kind,
-    logq: Tensor,
-    logp: Tensor,
-    total: Callable[[Tensor], Tensor],
-    *,
-    whole: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Σ min(p, q), the loss and its gradient in the student's scores, for each row.
-
-    For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g). Not `whole`: the columns are a part S of the
-    vocabulary, over which q sums to 1 and p to p(S). Reverse KL and TV keep their meaning, with q = 0 elsewhere.
-    Forward KL, which would be infinite, becomes p(S) · KL(p / p(S) ‖ q).
-    """
-    p = logp.exp()
-    q = logq.exp()
-    if kind == "reverse_kl":
-        g = logq - logp
-        second = (q * g).sum(-1)
-    elif kind == "tv":
-        g = -(q < p).to(q.dtype)
-        second = (q * g).sum(-1)
-    else:
-        second = (logp - logq).mul_(p).sum(-1)
-    least = torch.minimum(p, q).sum(-1)
-    overlap, second = total(torch.stack([least, second]))
-    if kind == "reverse_kl":
-        return overlap, second, q * (g - second[:, None])
-    if kind == "tv":
-        grad = q * (g - second[:, None])
-        return overlap, 1 - overlap, grad
-    if whole:
-        return overlap, second, q.sub_(p)
-    mass = total(p.sum(-1))
-    loss = second - torch.xlogy(mass, mass)
-    grad = q.mul_(mass[:, None]).sub_(p)
-    return overlap, loss, grad
-
-
-def _own_divergence(
-    own: DrafterLoss,
-    logq: Tensor,
-    logp: Tensor,
-    labels: Tensor,
-    depths: Tensor,
-    head: VocabParallelHead,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as `_divergence`, for the user's loss."""
-    option = named("drafter.loss", own)
-    overlap, _, _ = _divergence("tv", logq, logp, head.sum)
-    with torch.enable_grad():
-        draft = head.whole(logq).detach().clone()
-        draft.requires_grad_()
-        # The function may change its arguments in place.
-        rows = DrafterRows(
-            draft_logprobs=draft,
-            policy_logprobs=head.whole(logp).detach().clone(),
-            tokens=labels.clone(),
-            depths=depths.clone(),
-        )
-        result = own(rows)
-        loss = checked(option, result, draft[:, 0])
-        loss = loss.to(draft.dtype)
-        (grad,) = torch.autograd.grad(loss.sum(), draft, allow_unused=True)
-    if grad is None:
-        raise FunctionError(
-            f"{option}: the result does not depend on draft_logprobs; expected one that does"
-        )
-    # Convert the gradient with respect to log-probabilities into that with respect to logits.
-    sum_of_row = grad.sum(-1, keepdim=True)
-    grad = grad - draft.detach().exp() * sum_of_row
-    return overlap, loss.detach(), head.share(grad)

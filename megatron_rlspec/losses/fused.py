@@ -46,7 +46,7 @@ class FusedRows:
     moment  what to find in addition: entropy; forward_kl or reverse_kl, with the teacher; none
     noise   seeds and keys `[C]`, as for `Student`; for `coupled`
 
-    lse `[C]` float64, logprob `[C]`, log q(label), and value `[C]`, the moment
+    scores are the logits, lse `[C]` float64, logprob `[C]`, log q(label), and value `[C]`, the moment
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class FusedRows:
     ) -> None:
         self._head = head
         self._labels = labels
+        self.scores = logits
         kernel: Any = head.kernel
         self._kernel = kernel
         words = head if isinstance(head, DraftHead) else None
@@ -81,7 +82,8 @@ class FusedRows:
         draws = None
         if noise is not None:
             factors = to_device(torch.tensor(SHARPNESS), logits.device)
-            draws = kernel.Noise(*noise, labels, label, factors, head.start, ids)
+            seeds, keys = (to_device(x, logits.device) for x in noise)
+            draws = kernel.Noise(seeds, keys, labels, label, factors, head.start, ids)
         # what this rank's columns give
         here = kernel.read(*self._chunk, moment, self._teacher, draws)
         self._here = here
@@ -163,6 +165,14 @@ class FusedRows:
                 losers,
             )
         return overlap, 1 - overlap
+
+    def back(self) -> Tensor:
+        """Return the gradient `[C, H]` of the hidden states, after a method that writes; `VocabParallelHead.back`."""
+        return self._head.back(self.scores)
+
+    def of_weight(self, hidden: Tensor) -> Tensor:
+        """Return the gradient `[width, H]` of the output layer, after a method that writes; `hidden [C, H]`."""
+        return self.scores.t() @ hidden
 
 
 def _scaled(x: Tensor, head: VocabParallelHead) -> Tensor:

@@ -8,7 +8,6 @@ only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,32 +79,22 @@ def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
     return -min(1.0, max(0.0, into_zone))
 
 
-class TokenLoss(NamedTuple):
-    """What an algorithm makes of each trained token, `[T]`; 0 where nothing is trained.
-
-    loss       before the weights and penalties that all algorithms share
-    clipped    whether the clip range has an effect, bool
-    log_ratio  logprob - old, of the token or of its sequence
-    """
-
-    loss: Tensor
-    clipped: Tensor
-    log_ratio: Tensor
-
-
 def ppo_loss(
     log_ratio: Tensor,
     advantage: Tensor,
     clip_low: float,
     clip_high: float,
-) -> TokenLoss:
-    """PPO with a clip range of two widths: max(-r A, -clip(r) A), with r = exp(log_ratio)."""
+) -> tuple[Tensor, Tensor]:
+    """PPO with a clip range of two widths: max(-r A, -clip(r) A), with r = exp(log_ratio), of each token `[T]`.
+
+    Also returns whether the clip range has an effect, bool `[T]`.
+    """
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     unclipped_loss = -ratio * advantage
     clipped_loss = -clipped_ratio * advantage
     loss = torch.maximum(unclipped_loss, clipped_loss)
-    return TokenLoss(loss, clipped_loss > unclipped_loss, log_ratio)
+    return loss, clipped_loss > unclipped_loss
 
 
 def policy_loss(
@@ -155,12 +144,11 @@ def policy_loss(
     log_ratio = logprobs - old
     if algorithm.ratio == "sequence":
         log_ratio = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
-    token_loss = ppo_loss(log_ratio, advantage, algorithm.clip_low, algorithm.clip_high)
-    pg_loss = token_loss.loss
+    pg_loss, clipped = ppo_loss(log_ratio, advantage, algorithm.clip_low, algorithm.clip_high)
     sums = {
-        "pg_clipfrac": token_loss.clipped,
-        "ppo_kl": -token_loss.log_ratio,
-        "ratio": token_loss.log_ratio.exp(),
+        "pg_clipfrac": clipped,
+        "ppo_kl": -log_ratio,
+        "ratio": log_ratio.exp(),
     }
 
     if algorithm.tis_clip:

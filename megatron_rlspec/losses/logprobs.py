@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rlspec.losses.fused import FusedRows
 from megatron_rlspec.losses.head import VocabParallelHead, accumulate_in
+from megatron_rlspec.losses.plain import read
 from megatron_rlspec.packing.transfer import to_device
 
 Observer = Callable[[Tensor, Tensor, Tensor], None]
@@ -73,27 +73,13 @@ class _LogProbs(torch.autograd.Function):
         entropy = torch.zeros_like(picked)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            if head.kernel is not None:
-                logits = head.logits(hidden[part])
-                moment = "entropy" if with_entropy else "none"
-                read = FusedRows(head, logits, labels[part], moment)
-                lses[part] = read.lse
-                picked[part] = read.logprob
-                entropy[part] = read.value
-                if observe is not None:
-                    observe(rows[part], logits, read.lse)
-                continue
-            scores = head.scores(hidden[part])
-            lse = head.log_sum_exp(scores)
-            lses[part] = lse
-            label_scores = head.sum(head.pick(scores, labels[part]))
-            picked[part] = label_scores - lse
-            if with_entropy:
-                logp = scores - lse[:, None]
-                negative = (logp.exp() * logp).sum(-1)
-                entropy[part] = -head.sum(negative)
+            moment = "entropy" if with_entropy else "none"
+            found = read(head, hidden[part], labels[part], moment)
+            lses[part] = found.lse
+            picked[part] = found.logprob
+            entropy[part] = found.value
             if observe is not None:
-                observe(rows[part], scores, lse)
+                observe(rows[part], found.scores, found.lse)
         ctx.save_for_backward(hidden, weight, labels, lses, entropy)
         ctx.options = options
         return picked, entropy

@@ -65,26 +65,21 @@ def slice_for_cp(
     rank: int,
     size: int,
     layout: Layout = "zigzag",
-    dim: int = -1,
 ) -> Tensor:
-    """Return the share of `rank` in `x`. Dimension `dim` of `x` is the T packed tokens. Raises ValueError."""
+    """Return the share of `rank` in `x [T, ...]`. Raises ValueError."""
     index = cp_index(cu_seqlens_padded, rank, size, layout).to(x.device)
-    if x.shape[dim] != size * len(index):
-        raise ValueError(
-            f"dimension {dim} of x is {x.shape[dim]}, but cu_seqlens_padded ends at {size * len(index)}"
-        )
-    return x.index_select(dim, index)
+    if len(x) != size * len(index):
+        raise ValueError(f"x has {len(x)} rows, but cu_seqlens_padded ends at {size * len(index)}")
+    return x.index_select(0, index)
 
 
 def join_from_cp(
     shards: Sequence[Tensor],
     cu_seqlens_padded: Tensor,
     layout: Layout = "zigzag",
-    dim: int = -1,
 ) -> Tensor:
     """Join all ranks' shares, given in rank order, to the whole batch. Inverse of `slice_for_cp`."""
     size = len(shards)
     order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])
-    return torch.cat(list(shards), dim).index_select(
-        dim, to_device(order.argsort(), shards[0].device)
-    )
+    rows = to_device(order.argsort(), shards[0].device)
+    return torch.cat(list(shards)).index_select(0, rows)

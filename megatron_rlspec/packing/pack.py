@@ -33,8 +33,6 @@ def pack(
     depth: int,
     tokens_per_micro_batch: int,
     advantages: Sequence[float] | PerToken | None = None,
-    old_logprobs: PerToken | None = None,
-    reference_logprobs: PerToken | None = None,
     drafter_weights: Sequence[float] | PerToken | None = None,
     version: int | None = None,
     aggregation: Aggregation = "token",
@@ -50,7 +48,6 @@ def pack(
     tokens_per_micro_batch  most tokens of one micro-batch with padding, over all its context-parallel ranks
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
-    old_logprobs            `[L]` token-aligned per sample; None: of the policy that trains, before its update
     drafter_weights         one per sample, or `[L]` of positions per sample, not negative; 1 if omitted. Samples of
                             weight 0 are left out of the drafter's pass (`PackedBatch.drafter_part`)
     version                 of the policy to be trained; None leaves `staleness` out
@@ -70,9 +67,7 @@ def pack(
     padded_lengths = [-(-length // unit) * unit for length in lengths]
     budget = tokens_per_micro_batch // batch_unit * batch_unit
     bins = partition(padded_lengths, budget, dp_size)
-    columns = _columns(
-        samples, lengths, advantages, old_logprobs, reference_logprobs, drafter_weights
-    )
+    columns = _columns(samples, lengths, advantages, drafter_weights)
     columns["policy_weight"] = _policy_weight(samples, aggregation)
     if all(sample.seed is not None for sample in samples):
         columns["seeds"] = []
@@ -164,8 +159,6 @@ def _columns(
     samples: Sequence[Sample],
     lengths: list[int],
     advantages: Sequence[float] | PerToken | None,
-    old_logprobs: PerToken | None,
-    reference_logprobs: PerToken | None,
     drafter_weights: Sequence[float] | PerToken | None,
 ) -> dict[str, list[Tensor]]:
     """Return token-aligned `[L]` tensors of every sample, by field."""
@@ -179,18 +172,13 @@ def _columns(
     for sample in samples:
         tokens.append(torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64))
         masks.append(torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32))
-    columns = {
+    return {
         "tokens": tokens,
         "mask": masks,
         "advantages": _floats(advantages, lengths),
         "behaviour_logprobs": _floats(behaviour, lengths),
         "drafter_weight": _floats(drafter_weights, lengths),
     }
-    if old_logprobs is not None:
-        columns["old_logprobs"] = _floats(old_logprobs, lengths)
-    if reference_logprobs is not None:
-        columns["reference_logprobs"] = _floats(reference_logprobs, lengths)
-    return columns
 
 
 def _floats(values: Sequence[float] | PerToken, lengths: list[int]) -> list[Tensor]:
@@ -331,9 +319,6 @@ def _micro_batch(
         shifted = shift_packed(lay_out(field), cu_padded)
         return share(shifted.masked_fill(loss_mask == 0, 0))
 
-    def trained_if_any(field: str) -> Tensor | None:
-        return trained(field) if field in columns else None
-
     noise_seeds: Tensor | None = None
     if "seeds" in columns:
         # of positions where acceptance is predicted; -1 elsewhere
@@ -347,10 +332,8 @@ def _micro_batch(
         labels=share(shift_packed(tokens, cu_padded)),
         loss_mask=share(loss_mask),
         advantages=trained("advantages"),
-        old_logprobs=trained_if_any("old_logprobs"),
         behaviour_logprobs=trained("behaviour_logprobs"),
-        reference_logprobs=trained_if_any("reference_logprobs"),
-        staleness=trained_if_any("staleness"),
+        staleness=trained("staleness") if "staleness" in columns else None,
         sequence_ids=share(sequence_ids),
         policy_weight=trained("policy_weight"),
         drafter_weight=share(lay_out("drafter_weight")),

@@ -1,5 +1,7 @@
 """Policy losses against references of a few lines each: one sample at a time, float64, nothing packed or rolled."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -45,13 +47,11 @@ def make_step(seed=0, lengths=((3, 9), (2, 4), (4, 20), (1, 1), (2, 6)), holes=T
 
 def packed(samples, advantage, columns, **options):
     options = {"depth": 1, "tokens_per_micro_batch": 1000, **options}
-    return pack(
-        samples,
-        advantages=advantage,
-        old_logprobs=columns["old"],
-        reference_logprobs=columns["reference"],
-        **options,
-    )
+    batches = []
+    for batch in pack(samples, advantages=advantage, **options):
+        old, reference = (label_side(batch, columns[name]).float() for name in ("old", "reference"))
+        batches.append(replace(batch, old_logprobs=old, reference_logprobs=reference))
+    return batches
 
 
 def label_side(batch, per_sample):

@@ -13,8 +13,7 @@ from megatron_rlspec.types import Prompt, Sample
 
 VOCABULARY, HIDDEN, DEPTH = 13, 5, 3
 FIELDS = (
-    "tokens labels loss_mask advantages old_logprobs behaviour_logprobs reference_logprobs sequence_ids position_ids "
-    "policy_weight drafter_weight"
+    "tokens labels loss_mask advantages behaviour_logprobs sequence_ids position_ids policy_weight drafter_weight"
 ).split()
 
 
@@ -59,8 +58,6 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
     samples = make_samples(shapes, seed)
     rng = np.random.default_rng(seed)
     advantages = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
-    reference = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
-    old = [column + 1 for column in reference]
     weights = rng.random(len(samples)).tolist()
     ranks = pack_all(
         samples,
@@ -69,8 +66,6 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
         multiple=multiple,
         tokens_per_micro_batch=budget,
         advantages=advantages,
-        old_logprobs=old,
-        reference_logprobs=reference,
         drafter_weights=weights,
     )
     assert len({len(batches) for row in ranks for batches in row}) == 1
@@ -99,9 +94,7 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
             assert at["drafter_weight"] == np.float32(weights[i])
             for name, column in (
                 ("advantages", advantages[i]),
-                ("old_logprobs", old[i]),
                 ("behaviour_logprobs", sample.behaviour_logprobs),
-                ("reference_logprobs", reference[i]),
                 ("policy_weight", np.ones(len(sample.tokens))),
             ):
                 assert at[name] == (column[p + 1] if trained else 0), name

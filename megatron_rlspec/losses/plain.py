@@ -1,0 +1,187 @@
+"""Losses of a chunk of rows in plain torch, vocabulary-parallel: on a CPU, for functions of the user's, and as `fused`.
+
+Shapes as in `losses/drafter.py`. Results are float32 or float64, and the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
+from megatron_rlspec.losses.fused import FusedRows
+from megatron_rlspec.losses.head import DraftHead, VocabParallelHead
+from megatron_rlspec.packing.transfer import to_device
+from megatron_rlspec.types import SHARPNESS
+
+
+def read(
+    head: VocabParallelHead, hidden: Tensor, labels: Tensor, moment: str = "none"
+) -> FusedRows | PlainRows:
+    """Read the rows `hidden [C, H]`, by kernels where they compute the losses; `moment`: "entropy" or "none"."""
+    if head.kernel is None:
+        return PlainRows(head, hidden, labels, moment)
+    return FusedRows(head, head.logits(hidden), labels, moment)
+
+
+@dataclass(frozen=True)
+class PlainTeacher:
+    """The policy's log-probabilities `[C, V/tp]`, a row for each student."""
+
+    head: VocabParallelHead
+    logprobs: Tensor
+
+    def logprob(self, ids: Tensor) -> Tensor:
+        """Return log p `[C]` of `ids [C]`."""
+        return self.head.sum(self.head.pick(self.logprobs, ids))
+
+
+class PlainRows:
+    """The same as `FusedRows`. Call `best` first: the other methods write over `scores`.
+
+    scores `[C, width]` of `head.scores`, lse `[C]` of them
+    """
+
+    def __init__(
+        self,
+        head: VocabParallelHead,
+        hidden: Tensor,
+        labels: Tensor,
+        moment: str = "none",
+        teacher: PlainTeacher | None = None,
+        noise: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        self._head = head
+        self._labels = labels
+        self._teacher = teacher
+        self._noise = noise
+        self.scores = head.scores(hidden)
+        self.lse = head.log_sum_exp(self.scores)
+        self.logprob = head.sum(head.pick(self.scores, labels)) - self.lse
+        self.value = torch.zeros_like(self.logprob)
+        if moment == "entropy":
+            logp = self.scores - self.lse[:, None]
+            self.value = -head.sum((logp.exp() * logp).sum(-1))
+
+    def best(self) -> Tensor:
+        return self._head.argmax(self.scores)
+
+    @cached_property
+    def _logq(self) -> Tensor:
+        return self.scores.sub_(self.lse[:, None])
+
+    def coupled(self) -> Tensor:
+        assert self._noise is not None
+        seeds, keys = self._noise
+        with_seed = (seeds >= 0).nonzero()[:, 0]
+        coupled = self._logq.new_zeros(len(self._logq), len(SHARPNESS))
+        if not len(with_seed):
+            return coupled
+        device = self._logq.device
+        rows = to_device(with_seed, device)
+        row_seeds = to_device(seeds[with_seed], device)
+        row_keys = to_device(keys[with_seed], device)
+        row_logq = self._logq.index_select(0, rows)
+        drafts = self._head.sample(row_logq, row_seeds, row_keys, SHARPNESS)
+        are_labels = drafts == self._labels[rows, None]
+        coupled[rows] = are_labels.to(coupled.dtype)
+        return coupled
+
+    def write_label(self, on_logprob: Tensor) -> None:
+        self._scales = -on_logprob
+        self._grad = self._head.add_at(self._logq.exp_(), self._labels, -1)
+
+    def against(self, kind: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert self._teacher is not None
+        logp = self._teacher.logprobs
+        whole = not isinstance(self._head, DraftHead)
+        if isinstance(self._head, DraftHead):
+            logp = self._head.of_full(logp)
+        overlap, loss, grad = _divergence(kind, self._logq, logp, self._head.sum, whole=whole)
+        if scales is not None:
+            self._scales = scales
+            self._grad = grad
+        return overlap, loss
+
+    def against_own(
+        self, own: DrafterLoss, depths: Tensor, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same as `against`, for the user's loss; `depths [C]`, from 1."""
+        assert self._teacher is not None
+        option = named("drafter.loss", own)
+        head = self._head
+        logp = self._teacher.logprobs
+        overlap, _, _ = _divergence("tv", self._logq, logp, head.sum)
+        with torch.enable_grad():
+            draft = head.whole(self._logq).detach().clone()
+            draft.requires_grad_()
+            # The function may change its arguments in place.
+            rows = DrafterRows(
+                draft_logprobs=draft,
+                policy_logprobs=head.whole(logp).detach().clone(),
+                tokens=self._labels.clone(),
+                depths=depths,
+            )
+            loss = checked(option, own(rows), draft[:, 0])
+            loss = loss.to(draft.dtype)
+            (grad,) = torch.autograd.grad(loss.sum(), draft, allow_unused=True)
+        if grad is None:
+            raise FunctionError(
+                f"{option}: the result does not depend on draft_logprobs; expected one that does"
+            )
+        if scales is not None:
+            self._scales = scales
+            # from the gradient with respect to log-probabilities to that with respect to logits
+            grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
+            self._grad = head.share(grad)
+        return overlap, loss.detach()
+
+    def back(self) -> Tensor:
+        return self._head.back(self._grad) * self._scales[:, None]
+
+    def of_weight(self, hidden: Tensor) -> Tensor:
+        grad = self._grad * self._scales[:, None]
+        return grad.t() @ hidden.to(grad.dtype)
+
+
+def _divergence(
+    kind: str,
+    logq: Tensor,
+    logp: Tensor,
+    total: Callable[[Tensor], Tensor],
+    *,
+    whole: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Σ min(p, q), the loss and its gradient in the student's scores, for each row.
+
+    For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g). Not `whole`: the columns are a part S of the
+    vocabulary, over which q sums to 1 and p to p(S). Reverse KL and TV keep their meaning, with q = 0 elsewhere.
+    Forward KL, which would be infinite, becomes p(S) · KL(p / p(S) ‖ q).
+    """
+    p = logp.exp()
+    q = logq.exp()
+    if kind == "reverse_kl":
+        g = logq - logp
+        second = (q * g).sum(-1)
+    elif kind == "forward_kl":
+        second = (logp - logq).mul_(p).sum(-1)
+    else:  # tv, or the overlap alone
+        g = -(q < p).to(q.dtype)
+        second = (q * g).sum(-1)
+    least = torch.minimum(p, q).sum(-1)
+    overlap, second = total(torch.stack([least, second]))
+    if kind == "reverse_kl":
+        return overlap, second, q * (g - second[:, None])
+    if kind != "forward_kl":
+        grad = q * (g - second[:, None])
+        return overlap, 1 - overlap, grad
+    if whole:
+        return overlap, second, q.sub_(p)
+    mass = total(p.sum(-1))
+    loss = second - torch.xlogy(mass, mass)
+    grad = q.mul_(mass[:, None]).sub_(p)
+    return overlap, loss, grad
