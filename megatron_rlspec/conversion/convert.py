@@ -1,17 +1,16 @@
 """Convert checkpoints between Hugging Face and Megatron, with the drafter, tensor by tensor.
 
-Both directions, and the making of a new drafter, share one design: a source maps canonical Megatron names to full
-tensors, which are written layer by layer. Memory holds one file of up to 5 GB on the way to Hugging Face, and one
+Both directions, and the making of a new drafter, share one design: canonical Megatron names are mapped to full tensors,
+which are read and written layer by layer. Memory holds one file of up to 5 GB on the way to Hugging Face, and one
 tensor on the way to Megatron. The target appears when it is complete, or not at all.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -34,6 +33,7 @@ from megatron_rlspec.models.config import DRAFTER, STATED, refusal
 from megatron_rlspec.models.directory import check_model, read_config
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
+from megatron_rlspec.models.lazy import Lazy, fused
 from megatron_rlspec.models.names import NameTable, name_table
 
 Kind = Literal["hf", "megatron"]
@@ -43,30 +43,8 @@ _HEAD = "output_layer.weight"
 _FINAL_NORM = "decoder.final_layernorm.weight"
 
 
-class HfSource(Mapping[str, Tensor]):
-    """Maps canonical Megatron names to full tensors, fused from a Hugging Face checkpoint on access."""
-
-    def __init__(self, family: NameTable, tensors: Mapping[str, Tensor]) -> None:
-        self.family = family
-        self.tensors = tensors
-
-    def __getitem__(self, name: str) -> Tensor:
-        row = self.family.row(name)
-        return row.layout.fuse([self.tensors[hf] for hf in row.hf])
-
-    def __iter__(self) -> Iterator[str]:
-        return (
-            name
-            for name, row in self.family.rows.items()
-            if all(hf in self.tensors for hf in row.hf)
-        )
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class WithFreshDrafter(Mapping[str, Tensor]):
-    """Adds a new drafter to a source without one. It uses the target's first layer and final norm.
+def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
+    """Add a new drafter to a source without one. It uses the target's first layer and final norm.
 
     The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
     The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are
@@ -78,56 +56,39 @@ class WithFreshDrafter(Mapping[str, Tensor]):
     a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
     mistakes.
     """
+    # what this family's norms add to their weight
+    zero = 1.0 if table.record.zero_centered_norms else 0.0
+    # The first layer of the drafter's own kind: with experts, or with full attention, if the drafter has them.
+    wanted = _parts(table, "mtp.layers.0.transformer_layer.")
+    layers = range(table.geometry.layers)
+    layer = next(n for n in layers if _parts(table, f"decoder.layers.{n}.") == wanted)
 
-    def __init__(self, family: NameTable, source: Mapping[str, Tensor]) -> None:
-        self.family = family
-        self.source = source
-        # The first layer of the drafter's own kind: with experts, or with full attention, if the drafter has them.
-        wanted = _parts(family, "mtp.layers.0.transformer_layer.")
-        kinds = (
-            n
-            for n in range(family.geometry.layers)
-            if _parts(family, f"decoder.layers.{n}.") == wanted
-        )
-        self._template = next(kinds)
+    @cache
+    def embedding_rms() -> float:
+        return float(_mean_squares(source[_EMBEDDING]).mean().sqrt())
 
-    def __getitem__(self, name: str) -> Tensor:
-        if not name.startswith("mtp."):
-            return self.source[name]
+    def made(name: str) -> Tensor:
         inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
         if inner.startswith("transformer_layer."):
             block = inner.removeprefix("transformer_layer.")
-            return self.source[f"decoder.layers.{self._template}.{block}"]
-        norm = self.source[_FINAL_NORM]
+            return source[f"decoder.layers.{layer}.{block}"]
+        norm = source[_FINAL_NORM]
         if inner == "final_layernorm.weight":
-            return ((norm.double() + self._zero) * self._final_scale - self._zero).to(norm.dtype)
+            head = source[_HEAD if _HEAD in source else _EMBEDDING]
+            gain = norm.double() + zero
+            deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
+            scale = min(1.0, 1.0 / max(deviation, 1e-12))
+            return (gain * scale - zero).to(norm.dtype)
         if inner == "eh_proj.weight":
-            eye = torch.eye(self.family.geometry.hidden, dtype=norm.dtype)
+            eye = torch.eye(table.geometry.hidden, dtype=norm.dtype)
             # Megatron's order: embedding, hidden
             return torch.cat((eye, torch.zeros_like(eye)), dim=1)
-        return torch.full_like(norm, self._embedding_rms - self._zero)
+        return torch.full_like(norm, embedding_rms() - zero)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.family.rows)
-
-    def __len__(self) -> int:
-        return len(self.family.rows)
-
-    @property
-    def _zero(self) -> float:
-        """Return what this family's norms add to their weight: 1 or 0."""
-        return 1.0 if self.family.record.zero_centered_norms else 0.0
-
-    @cached_property
-    def _embedding_rms(self) -> float:
-        return float(_mean_squares(self.source[_EMBEDDING]).mean().sqrt())
-
-    @cached_property
-    def _final_scale(self) -> float:
-        head = self.source[_HEAD] if _HEAD in self.source else self.source[_EMBEDDING]
-        gain = self.source[_FINAL_NORM].double() + self._zero
-        deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
-        return min(1.0, 1.0 / max(deviation, 1e-12))
+    makers = {}
+    for name in table.rows:
+        makers[name] = partial(made if name.startswith("mtp.") else source.__getitem__, name)
+    return Lazy(makers)
 
 
 def _mean_squares(rows: Tensor) -> Tensor:
@@ -188,7 +149,7 @@ class SavedEagle3:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion. `groups` are (label, canonical names): a layer, or a tensor outside of the layers."""
+    """A planned conversion."""
 
     source: Path
     target: Path
@@ -196,12 +157,20 @@ class Conversion:
     family: NameTable
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]
-    groups: tuple[tuple[str, tuple[str, ...]], ...]
     small_files: Path
     fresh_drafter: bool
     # `small_files` of a GGUF source; removed with this object
     temporary: TemporaryDirectory[str] | None = None
     eagle3: SavedEagle3 | None = None
+
+    @cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """Canonical names by label: those of a layer, or a tensor outside of the layers."""
+        groups: dict[str, list[str]] = {}
+        for name in self.family.rows:
+            found = _LAYER.match(name)
+            groups.setdefault(found[1] if found else name, []).append(name)
+        return groups
 
 
 def plan(
@@ -226,19 +195,20 @@ def plan(
     """
     source = Path(source)
     target = Path(target)
-    kind, to = _kinds(source, to or ("hf" if drop_mtp else None), changed=add_mtp or drop_mtp)
+    changed = add_mtp or drop_mtp
+    kind, to = _kinds(source, to or ("hf" if drop_mtp else None), changed=changed)
     if dtype and kind != "gguf":
         raise ValueError(f"--dtype {dtype}: {source} is no GGUF file; its tensors keep their types")
     if kind == "run" and (add_mtp or to != "hf"):
         raise ValueError(f"{source} is a run's checkpoint: expected --to hf, without --add-mtp")
+    dtype = dtype or "bfloat16"
     files.check_new_directory(target)
-    changed = add_mtp or drop_mtp
-    temporary = drafter_directory = header = None
+    temporary = drafter_directory = header = layout = eagle3 = None
     if kind == "gguf":
         header = gguf_file.read_header(source)
         temporary = TemporaryDirectory(prefix="rlspec-gguf-")
         small_files = Path(temporary.name)
-        gguf_file.write_small_files(source, header, small_files, dtype or "bfloat16")
+        gguf_file.write_small_files(source, header, small_files, dtype)
     elif hf:
         small_files = Path(hf)
     elif kind == "run":
@@ -249,80 +219,58 @@ def plan(
         small_files = checkpoint_directory(source)
     if small_files.is_dir():
         record_of(read_config(small_files))
-    config = check_model(small_files, "convert", weights=False, tokenizer=False)
-    eagle3 = None
+    described = check_model(small_files, "convert", weights=False, tokenizer=False)
     if kind == "run":
         layout = run_checkpoint.layout_of(source)
-        drafters = layout["drafter"] or drafter_directory
-        if drafters or not _has_drafter("hf", small_files, name_table(config)):
-            config["num_nextn_predict_layers"] = int(layout["drafter"] == "mtp")
-        if layout["drafter"] == "mtp":
-            config |= layout["chosen"]
-        if layout["drafter"] == "eagle3" and not drop_mtp:
+        drafters = layout.drafter or drafter_directory
+        if drafters or not _has_drafter("hf", small_files, name_table(described)):
+            described["num_nextn_predict_layers"] = int(layout.drafter == "mtp")
+        if layout.drafter == "mtp":
+            described |= layout.chosen
+        if layout.drafter == "eagle3" and not drop_mtp:
             eagle3 = _eagle3(source, target, drafter_directory)
         spec = run_checkpoint.spec_of(source)
-    source_table = name_table(config, spec)
+    source_table = name_table(described, spec)
     if add_mtp and source_table.drafter_names and _has_drafter(kind, source, source_table):
         raise ValueError(f"{source}: has a drafter already; --add-mtp would replace it")
     if drop_mtp and not source_table.drafter_names and kind != "run":
         raise ValueError(f"{source}: has no drafter that --drop-mtp could leave out")
-    described = config
+    config = described
     if add_mtp:
-        config = config_with_drafter(config)
+        config = config_with_drafter(described)
     elif drop_mtp:
-        config = config_without_drafter(config)
+        config = config_without_drafter(described)
     table = name_table(config, spec)
+    read_as = source_table if drop_mtp else table
     tensors: Mapping[str, Tensor]
     if header is not None:
-        dequantised = gguf_file.read_tensors(source, header, described, dtype or "bfloat16")
-        tensors = HfSource(source_table, dequantised)
+        tensors = fused(source_table, gguf_file.read_tensors(source, header, described, dtype))
     elif kind == "hf":
         check_model(source, "convert", drafter=not changed, tokenizer=False)
-        tensors = HfSource(source_table, read_hf(source)[1])
-    else:
-        read_as = source_table if drop_mtp else table
-        untrained = kind == "run" and not run_checkpoint.layout_of(source)["drafter"]
-        frozen = read_hf(small_files)[1] if untrained else {}
-        tensors = _megatron_tensors(source, read_as, table, frozen, fresh_drafter=add_mtp)
-    if add_mtp:
-        tensors = WithFreshDrafter(table, tensors)
-    groups = _groups(table)
-    return Conversion(
-        source, target, to, table, config, tensors, groups, small_files, add_mtp, temporary, eagle3
-    )
-
-
-def _megatron_tensors(
-    source: Path,
-    read_as: NameTable,
-    family: NameTable,
-    frozen: Mapping[str, Tensor],
-    *,
-    fresh_drafter: bool,
-) -> run_checkpoint.RunTensors | TorchDistReader:
-    """Open a Megatron checkpoint, or one of a run. Raises CheckpointError if tensors of `family` are missing.
-
-    frozen         Hugging Face tensors that a run started from, if it trained no drafter: it wrote none
-    fresh_drafter  the drafter's may be missing
-    """
-    tensors: run_checkpoint.RunTensors | TorchDistReader
-    if run_checkpoint.is_run_checkpoint(source):
-        tensors = run_checkpoint.RunTensors(
-            source, read_as, run_checkpoint.layout_of(source)["tensor"]
-        )
-        if frozen:
-            drafter = filter(read_as.is_drafter, read_as.rows)
-            tensors.add(HfSource(read_as, frozen), drafter)
+        tensors = fused(source_table, read_hf(source)[1])
+    elif layout is not None:
+        of_run = run_checkpoint.tensors_of(source, read_as, layout.tensor)
+        if not layout.drafter:  # the run wrote none, as it trained none
+            frozen = fused(read_as, read_hf(small_files)[1])
+            for name in filter(read_as.is_drafter, frozen):
+                of_run.makers[name] = frozen.makers[name]
+        tensors = of_run
     else:
         tensors = TorchDistReader(source, read_as)
-    lost = [name for name in family.rows if name not in set(tensors)]
-    if fresh_drafter:
-        lost = [name for name in lost if not family.is_drafter(name)]
-    if lost:
-        raise CheckpointError(
-            f"{source}: lacks {len(lost)} tensors of {family.name}, such as {lost[0]}"
-        )
-    return tensors
+    if kind in ("run", "megatron"):
+        needed = set(table.rows) - set(tensors)
+        if add_mtp:
+            needed = {name for name in needed if not table.is_drafter(name)}
+        lost = [name for name in table.rows if name in needed]
+        if lost:
+            raise CheckpointError(
+                f"{source}: lacks {len(lost)} tensors of {table.name}, such as {lost[0]}"
+            )
+    if add_mtp:
+        tensors = with_fresh_drafter(table, tensors)
+    return Conversion(
+        source, target, to, table, config, tensors, small_files, add_mtp, temporary, eagle3
+    )
 
 
 def _kinds(
@@ -377,9 +325,8 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> SavedEagle3 | N
     run_checkpoint.check_words(source, ids)
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
-    return SavedEagle3(
-        beside, {**config, **run_checkpoint.layout_of(source)["chosen"]}, drafter, ids
-    )
+    config |= run_checkpoint.layout_of(source).chosen
+    return SavedEagle3(beside, config, drafter, ids)
 
 
 def convert(work: Conversion, advance: Callable[[str], None] = lambda label: None) -> None:
@@ -404,7 +351,7 @@ def convert(work: Conversion, advance: Callable[[str], None] = lambda label: Non
 
 def _build_hf(work: Conversion, advance: Callable[[str], None]) -> Path:
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for label, names in work.groups:
+        for label, names in work.groups.items():
             for name in names:
                 for hf, tensor in work.family.to_hf(name, work.tensors[name]):
                     # A fresh drafter shares storage with a layer, which safetensors refuses.
@@ -419,41 +366,27 @@ def _build_hf(work: Conversion, advance: Callable[[str], None]) -> Path:
 
 
 def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
-    partial = work.target.with_name(f".{work.target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        writer = TorchDistWriter(partial / "release", work.family)
-        for label, names in work.groups:
+    with checkpoint.building(work.target) as folder:
+        release = folder / "release"
+        writer = TorchDistWriter(release, work.family)
+        for label, names in work.groups.items():
             writer.write((name, work.tensors[name]) for name in names)
             advance(label)
         writer.finish()
-        write_json(partial / "release" / "config.json", work.config)
-        checkpoint.copy_companions(work.small_files, partial / "release")
-        (partial / TRACKER).write_text("release")
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return partial
+        write_json(release / "config.json", work.config)
+        checkpoint.copy_companions(work.small_files, release)
+        (folder / TRACKER).write_text("release")
+    return folder
 
 
 def _build_eagle3(drafter: SavedEagle3, work: Conversion) -> Path:
-    described = {**work.config, DRAFTER: drafter.config}
-    table = name_table(described)
-    tensor = run_checkpoint.layout_of(work.source)["tensor"]
-    held = run_checkpoint.RunTensors(work.source, table, tensor)
-    own = (
-        pair for name in held if table.is_drafter(name) for pair in table.to_hf(name, held[name])
-    )
+    table = name_table({**work.config, DRAFTER: drafter.config})
+    size = run_checkpoint.layout_of(work.source).tensor
+    held = run_checkpoint.tensors_of(work.source, table, size)
+    own: list[tuple[str, Tensor]] = []
+    for name in filter(table.is_drafter, held):
+        own += table.to_hf(name, held[name])
     return build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
-
-
-def _groups(family: NameTable) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Group the names: one group per layer, and one for each tensor outside of the layers."""
-    groups: dict[str, list[str]] = {}
-    for name in family.rows:
-        found = _LAYER.match(name)
-        groups.setdefault(found[1] if found else name, []).append(name)
-    return tuple((label, tuple(names)) for label, names in groups.items())
 
 
 def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:

@@ -16,8 +16,8 @@ import numpy as np
 from safetensors import safe_open
 
 from megatron_rlspec.models.config import MAPS, ModelConfigError, check_config
-from megatron_rlspec.models.directory import DTYPES, Header, read_headers, read_object
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config, layer_of_drafter
+from megatron_rlspec.models.headers import DTYPES, Header, read_headers, read_object
 
 LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings
 _OTHER_NAMES = {  # which SGLang reads, too

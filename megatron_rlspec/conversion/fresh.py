@@ -8,7 +8,6 @@ to the model's weights, and one file of new tensors. Another one gets an EAGLE-3
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megatron_rlspec.conversion.convert import plan
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.hf_files import LazyTensors, complete, publish, read_hf
+from megatron_rlspec.models.hf_files import LazyTensors, building, complete, publish, read_hf
 from megatron_rlspec.models.names import NameTable
 
 
@@ -28,10 +27,7 @@ def add_mtp(source: str | Path, target: Path) -> None:
     """
     work = plan(source, target, to="hf", add_mtp=True)
     old = read_hf(source)[1]
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with building(target) as partial:
         new = dict(_new_tensors(work.family, work.tensors, old))
         # A tensor that the file calls otherwise is written once more, under its name.
         renamed = [name for name, header in old.headers.items() if header.name != name]
@@ -45,9 +41,6 @@ def add_mtp(source: str | Path, target: Path) -> None:
         file_of |= dict.fromkeys(new, own)
         complete(partial, work.config, file_of, work.small_files)
         publish(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _new_tensors(

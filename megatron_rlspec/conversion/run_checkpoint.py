@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,25 +19,41 @@ from torch import Tensor
 
 from megatron_rlspec.models.config import STATED
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.models.lazy import Lazy
 from megatron_rlspec.models.names import NameTable, canonical
 from megatron_rlspec.models.tensor_file import TensorFile
 
 LAYOUT = "layout.json"  # of every checkpoint of a run
 _FILE = re.compile(
-    r"(?:policy|drafter)(?:-experts)?-tensor(\d+)(?:-expert(\d+))?-pipeline(\d+)(?:-replica(\d+))?\.safetensors"
+    r"((?:policy|drafter)(?:-experts)?-tensor(\d+)(?:-expert(\d+))?-pipeline(\d+))(?:-replica\d+)?\.safetensors"
 )
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _HELD = ("parameter.", "bias.")
 
 
-class CheckpointFile(NamedTuple):
+class Layout(NamedTuple):
+    """What a checkpoint says of itself.
+
+    drafter  "mtp", "eagle3" or ""
+    tensor   the tensor-parallel size of the run
+    chosen   what config.json states beside the drafter: the sharpness of drafts
+    words    checksum of the words that an EAGLE-3 drafter drafts from, in a text; "" if it is not known
+    """
+
+    drafter: str
+    tensor: int
+    chosen: dict[str, Any]
+    words: str
+
+
+class Shard(NamedTuple):
     """A file of a checkpoint: its place in the layout, and canonical name -> name in the file."""
 
-    tensor: int
-    expert: int
     pipeline: int
-    path: Path
+    expert: int
+    tensor: int
+    file: TensorFile
     names: dict[str, str]
 
 
@@ -65,93 +82,77 @@ def model_of(path: Path) -> tuple[Path, Path | None]:
     return model, Path(drafter) if drafter else None
 
 
-def layout_of(path: Path) -> dict[str, Any]:
-    """Return `drafter` ("mtp", "eagle3" or ""), `tensor` and `chosen` of a checkpoint.
-
-    chosen  what config.json states beside the drafter: the sharpness of drafts. Raises CheckpointError.
-    """
+def layout_of(path: Path) -> Layout:
+    """Return the layout of a checkpoint. Raises CheckpointError."""
     layout = read_json(path / LAYOUT)
-    stated = layout.get("drafter")
+    drafter = layout.get("drafter")
     sharpness = layout.get("sharpness")
-    return {
-        "chosen": {} if sharpness is None else {STATED: sharpness},
-        "drafter": "mtp" if stated is True else stated or "",
-        "tensor": layout.get("tensor", 1),
-    }
+    return Layout(
+        drafter="mtp" if drafter is True else drafter or "",
+        tensor=layout.get("tensor", 1),
+        chosen={} if sharpness is None else {STATED: sharpness},
+        words=str(layout.get("eagle3", "")),
+    )
 
 
 def spec_of(path: Path) -> Literal["te", "local"]:
     """Return the layer specs of the run's ranks: Transformer Engine's hold norms in layers. Raises CheckpointError."""
-    names = (own for shard in _shards(path, {}) for own in shard.names.values())
-    return "te" if any(".layer_norm_weight" in name for name in names) else "local"
+    for shard in _shards(path):
+        if any(".layer_norm_weight" in own for own in shard.names.values()):
+            return "te"
+    return "local"
 
 
-class RunTensors(Mapping[str, Tensor]):
-    """Maps the canonical names of `table` that the checkpoint holds to full tensors, read and joined on access."""
+def tensors_of(path: Path, table: NameTable, size: int) -> Lazy:
+    """Return the full tensors of `table` that the checkpoint holds, read and joined on access.
 
-    def __init__(self, path: Path, table: NameTable, tensor: int) -> None:
-        """`tensor`: the tensor-parallel size of the run. Raises CheckpointError if files are missing or damaged."""
-        self._table = table
-        self._others: dict[str, Tensor] = {}
-        self._parts: dict[str, list[tuple[TensorFile, str]]] = {}
-        opened: dict[Path, TensorFile] = {}
-        for shard in _renumbered(_shards(path, opened)):
-            for name, own in shard.names.items():
-                if name in table.rows:
-                    self._parts.setdefault(name, []).append((opened[shard.path], own))
-        for name, parts in self._parts.items():
-            if len(parts) != tensor:
-                raise CheckpointError(
-                    f"{path}: {len(parts)} parts of {name}, expected {tensor}: files are missing"
-                )
-
-    def add(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Add tensors that the checkpoint does not hold."""
-        self._others |= {name: tensors[name] for name in names}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._others:
-            return self._others[name]
-        return self._table.unshard(name, [file[own] for file, own in self._parts[name]])
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._table.rows if name in self._parts or name in self._others)
-
-    def __len__(self) -> int:
-        return len(self._parts) + len(self._others)
+    `size`: the tensor-parallel size of the run. Raises CheckpointError if files are missing or damaged.
+    """
+    parts: dict[str, list[tuple[TensorFile, str]]] = {}
+    for shard in _renumbered(_shards(path)):
+        for name, own in shard.names.items():
+            parts.setdefault(name, []).append((shard.file, own))
+    makers = {}
+    for name in table.rows:
+        if name not in parts:
+            continue
+        if len(parts[name]) != size:
+            raise CheckpointError(
+                f"{path}: {len(parts[name])} parts of {name}, expected {size}: files are missing"
+            )
+        makers[name] = partial(_joined, table, name, parts[name])
+    return Lazy(makers)
 
 
-def _shards(path: Path, opened: dict[Path, TensorFile]) -> list[CheckpointFile]:
-    """Open the files of the first replica, ordered by pipeline stage, expert-parallel and tensor-parallel rank."""
-    first: dict[str, tuple[int, Path]] = {}
-    places: dict[Path, tuple[int, int, int]] = {}
-    for file in path.glob("*.safetensors"):
-        if found := _FILE.fullmatch(file.name):
-            tensor, expert, pipeline, replica = (int(number or 0) for number in found.groups())
-            places[file] = (tensor, expert, pipeline)
-            shard = file.name.split("-replica")[0]
-            first[shard] = min(first.get(shard, (replica, file)), (replica, file))
-    shards = []
-    for _, file in first.values():
-        tensor, expert, pipeline = places[file]
-        opened[file] = TensorFile(file)
-        held = {prefix: [n for n in opened[file] if n.startswith(prefix)] for prefix in _HELD}
-        names = {
-            canonical(n.removeprefix(prefix)): n for prefix, found in held.items() for n in found
-        }
-        shards.append(CheckpointFile(tensor, expert, pipeline, file, names))
-    return sorted(
-        shards, key=lambda shard: (shard.pipeline, shard.expert, shard.tensor, shard.path.name)
-    )
+def _joined(table: NameTable, name: str, parts: list[tuple[TensorFile, str]]) -> Tensor:
+    return table.unshard(name, [file[own] for file, own in parts])
 
 
-def _renumbered(shards: list[CheckpointFile]) -> Iterator[CheckpointFile]:
+def _shards(path: Path) -> list[Shard]:
+    """Open the files of one replica, ordered by pipeline stage, expert-parallel and tensor-parallel rank."""
+    shards: dict[str, Shard] = {}
+    for path_of_file in sorted(path.glob("*.safetensors")):
+        found = _FILE.fullmatch(path_of_file.name)
+        if found is None or found[1] in shards:  # every replica holds all parameters
+            continue
+        file = TensorFile(path_of_file)
+        names = {}
+        for own in file:
+            for prefix in _HELD:
+                if own.startswith(prefix):
+                    names[canonical(own.removeprefix(prefix))] = own
+        tensor, expert, pipeline = (int(number or 0) for number in found.groups()[1:])
+        shards[found[1]] = Shard(pipeline, expert, tensor, file, names)
+    return sorted(shards.values(), key=lambda shard: shard[:3])
+
+
+def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
     """Yield the shards with layers and experts numbered over the whole model."""
     layers: dict[int, set[str]] = {}
     for shard in shards:
         layers.setdefault(shard.pipeline, set()).update(_numbers(_LAYER, shard.names))
     for shard in shards:
-        first_layer = sum(len(layers[stage]) for stage in range(shard.pipeline) if stage in layers)
+        first_layer = sum(len(layers[stage]) for stage in layers if stage < shard.pipeline)
         experts = len(set(_numbers(_EXPERT, shard.names)))
         names = {}
         for name, own in shard.names.items():
@@ -171,7 +172,7 @@ def _later(pattern: re.Pattern[str], name: str, by: int) -> str:
 
 def check_words(path: Path, words: Tensor) -> None:
     """Raise CheckpointError unless the checkpoint's EAGLE-3 drafter drafts from these token ids."""
-    stated = str(read_json(path / LAYOUT).get("eagle3", ""))
+    stated = layout_of(path).words
     own = f"{zlib.crc32(words.to(torch.int64).numpy().tobytes()):08x}"
     if stated and own not in stated:
         raise CheckpointError(

@@ -252,61 +252,47 @@ class TorchDistWriter:
         self.directory = directory
         self.family = family
         self.stacked = uniform(family)
-        self._entries: list[dict[str, Any]] = []
+        self._parts: dict[str, Any] = {}
+        self._where: dict[MetadataIndex, _StorageInfo] = {}
         self._files = 0
         directory.mkdir(parents=True)
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Write one group and return its bytes. Tensors are consumed one by one. Raises OSError."""
-        file = f"__{self._files}_0.distcp"
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write one group. Tensors are consumed one by one. Raises OSError."""
+        file = self.directory / f"__{self._files}_0.distcp"
         self._files += 1
-        total = 0
-        with (self.directory / file).open("wb") as stream:
+        spec = self.family.spec
+        with file.open("wb") as stream:
             for name, tensor in tensors:
-                where = place(self.family, name, self.stacked, self.family.spec)
-                # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so
-                # a view is copied first.
-                whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
-                if whole.untyped_storage().nbytes() != whole.nbytes:
-                    whole = whole.clone()
-                entry = {
-                    "file": file,
-                    "at": where.at,
-                    "of": where.of,
-                    "shape": tuple(tensor.shape),
-                    "dtype": tensor.dtype,
-                }
-                self._entries.append({**entry, "key": where.key, **_append(stream, whole)})
-                total += self._entries[-1]["length"]
-                for key in _extra_states(where.key, self.family.spec):
-                    entry = {**entry, "key": key, "dtype": None, **_append(stream, [None])}
-                    self._entries.append(entry)
-        return total
+                where = place(self.family, name, self.stacked, spec)
+                self._write(stream, file.name, where, tensor)
+                for key in _extra_states(where.key, spec):
+                    at = ".".join(map(str, where.at or [0]))
+                    of = ".".join(map(str, where.of or [1]))
+                    key = f"{key}/shard_{at}_{of}"
+                    self._parts[key] = BytesStorageMetadata()
+                    self._where[MetadataIndex(key)] = _append(stream, file.name, [None])
+
+    def _write(self, stream: Any, file: str, where: Place, tensor: Tensor) -> None:
+        # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so a view
+        # is copied first.
+        whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
+        if whole.untyped_storage().nbytes() != whole.nbytes:
+            whole = whole.clone()
+        size = torch.Size(where.of + tuple(tensor.shape))
+        offset = torch.Size(where.at + (0,) * tensor.dim())
+        properties = TensorProperties(dtype=tensor.dtype)
+        stored = self._parts.setdefault(where.key, TensorStorageMetadata(properties, size, []))
+        if stored.size != size:
+            raise CheckpointError(
+                f"{where.key}: layers differ in shape, {list(stored.size)} and {list(size)}"
+            )
+        stored.chunks.append(ChunkStorageMetadata(offset, whole.shape))
+        self._where[MetadataIndex(where.key, offset)] = _append(stream, file, whole)
 
     def finish(self) -> None:
         """Write the index over all groups, and the small files that Megatron expects beside it."""
-        parts: dict[str, Any] = {}
-        where: dict[MetadataIndex, _StorageInfo] = {}
-        for entry in self._entries:
-            key, at, of, shape = entry["key"], entry["at"], entry["of"], entry["shape"]
-            info = _StorageInfo(entry["file"], entry["offset"], entry["length"])
-            if not entry["dtype"]:  # a module's extra state
-                key = f"{key}/shard_{'.'.join(map(str, at or [0]))}_{'.'.join(map(str, of or [1]))}"
-                parts[key] = BytesStorageMetadata()
-                where[MetadataIndex(key)] = info
-                continue
-            offset = torch.Size(at + (0,) * len(shape))
-            chunk = ChunkStorageMetadata(offset, torch.Size((1,) * len(at) + shape))
-            size = torch.Size(of + shape)
-            properties = TensorProperties(dtype=entry["dtype"])
-            stored = parts.setdefault(key, TensorStorageMetadata(properties, size, []))
-            if stored.size != size:
-                raise CheckpointError(
-                    f"{key}: layers differ in shape, {list(stored.size)} and {list(size)}"
-                )
-            stored.chunks.append(chunk)
-            where[MetadataIndex(key, offset)] = info
-        index = pickle.dumps(Metadata(parts, planner_data=None, storage_data=where))
+        index = pickle.dumps(Metadata(self._parts, planner_data=None, storage_data=self._where))
         files.write(self.directory / _INDEX, index)
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
         versions = {
@@ -326,8 +312,8 @@ def _extra_states(key: str, spec: str) -> Iterator[str]:
         yield f"{module.removesuffix('linear_proj')}core_attention._extra_state"
 
 
-def _append(stream: Any, content: Any) -> dict[str, int]:
-    """Write one part. Returns where it lies."""
+def _append(stream: Any, file: str, content: Any) -> _StorageInfo:
+    """Write one part to `file`. Returns where it lies."""
     first = stream.tell()
     torch.save(content, stream)
-    return {"offset": first, "length": stream.tell() - first}
+    return _StorageInfo(file, first, stream.tell() - first)

@@ -7,14 +7,10 @@ does not read weights. It imports torch only at the end, for the table of tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
-
-from megatron_rlspec import files
 from megatron_rlspec.models.config import (
     SCHEMAS,
     DeepseekV3,
@@ -23,39 +19,26 @@ from megatron_rlspec.models.config import (
     check_config,
     stated_ends,
 )
-from megatron_rlspec.texts import shown
+from megatron_rlspec.models.headers import (
+    DTYPES,
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    SINGLE,
+    Header,
+    headers_of,
+    read_headers,
+    read_object,
+)
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
-LARGEST_CONFIG = 1 << 24  # bytes
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-# all experts of a layer in two tensors, as Transformers 5 can save them
-_FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 # buffers, and towers that are not used
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")
 
 Use = Literal["train", "convert", "serve"]
-
-
-@dataclass(frozen=True)
-class Header:
-    """One tensor as its file describes it.
-
-    name  the tensor's in the file
-    part  of that tensor, if it holds several: (expert, first row, row behind the last)
-    """
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-    name: str
-    part: tuple[int, int, int] | None = None
 
 
 def check_model(
@@ -166,114 +149,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
-    """Read an object of standard JSON. Raises ModelConfigError."""
-    try:
-        content = files.read_json(file, most)
-    except files.FileError as error:
-        raise ModelConfigError(str(error)) from None
-    if not isinstance(content, dict):
-        raise ModelConfigError(f"{file}: expected a JSON object")
-    return content
-
-
-# ---- tensors --------------------------------------------------------------------------------------------------------
-
-
-def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
-    """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged.
-
-    tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it. Where they
-          hold both, the bits must be equal
-    """
-    headers: dict[str, Header] = {}
-    for name, header in _stored_headers(directory).items():
-        headers |= _single_experts(name, header)
-    if not tied or HEAD not in headers:
-        return headers
-    head = headers.pop(HEAD)
-    embedding = headers.setdefault(EMBEDDING, head)
-    if embedding is not head and not _equal(directory, embedding, head):
-        raise ModelConfigError(
-            f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
-            "model with a head of its own"
-        )
-    return headers
-
-
-def _equal(directory: Path, one: Header, other: Header) -> bool:
-    """Return whether two tensors have the same bits."""
-    import torch
-
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    bits = []
-    for header in (one, other):
-        with safe_open(directory / header.file, "pt") as tensors:
-            bits.append(tensors.get_tensor(header.name).view(torch.uint8))
-    return torch.equal(*bits)
-
-
-def _single_experts(name: str, header: Header) -> dict[str, Header]:
-    """Return a tensor by its name, and one that holds all experts `[E, rows, columns]` as one for each of them."""
-    fused = _FUSED_EXPERTS.fullmatch(name)
-    if fused is None or len(header.shape) != 3:
-        return {name: header}
-    experts, rows, columns = header.shape
-    parts = {"down_proj": (0, rows)}
-    if fused[2] == "gate_up_proj":
-        parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
-    found = {}
-    for expert in range(experts):
-        for part, (start, end) in parts.items():
-            shape = (end - start, columns)
-            one = replace(header, shape=shape, part=(expert, start, end))
-            found[f"{fused[1]}.{expert}.{part}.weight"] = one
-    return found
-
-
-def _stored_headers(directory: Path) -> dict[str, Header]:
-    if (directory / INDEX).exists():
-        return _indexed_headers(directory)
-    if not (directory / SINGLE).exists():
-        if any(directory.glob("*.bin")):
-            raise ModelConfigError(
-                f"{directory}: its weights are a pickle (.bin), which is not read; expected {SINGLE}: load the "
-                "file with torch.load(FILE, weights_only=True), and save it with safetensors.torch.save_file"
-            )
-        raise ModelConfigError(
-            f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read"
-        )
-    return dict(_headers_of(directory / SINGLE))
-
-
-def _indexed_headers(directory: Path) -> dict[str, Header]:
-    file_of = read_object(directory / INDEX, files.READ_MOST).get("weight_map")
-    if not isinstance(file_of, dict):
-        raise ModelConfigError(f"{directory / INDEX}: no weight_map; expected the index of a model")
-    headers: dict[str, Header] = {}
-    for file in sorted(set(file_of.values())):
-        headers |= dict(_headers_of(directory / Path(file).name))
-    for name, file in file_of.items():
-        if name not in headers or headers[name].file != file:
-            raise ModelConfigError(f"{directory / file}: lacks {name}, which {INDEX} places there")
-    return {name: headers[name] for name in file_of}
-
-
-def _headers_of(file: Path) -> Iterator[tuple[str, Header]]:
-    if not file.is_file():
-        raise ModelConfigError(f"{file}: no such file; expected safetensors")
-    try:
-        with safe_open(file, framework="np") as opened:
-            for name in opened.keys():  # noqa: SIM118, this object is no mapping
-                about = opened.get_slice(name)
-                yield name, Header(file.name, tuple(about.get_shape()), about.get_dtype(), name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelConfigError(
-            f"{file}: truncated or not safetensors ({shown(error, str)})"
-        ) from None
-
-
 def _check_weights(
     directory: Path, config: Mapping[str, Any], typed: Shared, use: Use, *, drafter: bool
 ) -> None:
@@ -284,7 +159,6 @@ def _check_weights(
                 f"{directory}: holds {name} as {header.name}, which SGLang does not read; `rlspec convert` to Megatron "
                 "and back writes it by its name"
             )
-    for name, header in headers.items():
         if header.dtype not in DTYPES and not name.endswith(("d2t", "t2d")):
             raise ModelConfigError(
                 f"{directory / header.file}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
@@ -340,7 +214,7 @@ def _check_names(
 def _unnamed(directory: Path, name: str) -> str:
     """Return the end of a message: which file holds a tensor that no index names; "" if none does."""
     for file in sorted(directory.glob("*.safetensors")):
-        if name in dict(_headers_of(file)):
+        if name in dict(headers_of(file)):
             return f"; {file.name} holds it, but {INDEX} does not name it; expected it in its weight_map"
     return ""
 
@@ -436,9 +310,6 @@ def _mlp_width(name: str, config: Shared) -> dict[str, int]:
         shared = getattr(config, "n_shared_experts", None) or 0
         return {"n_shared_experts x moe_intermediate_size": shared * width}
     return {"intermediate_size": config.intermediate_size or 0}
-
-
-# ---- tokenizer ------------------------------------------------------------------------------------------------------
 
 
 def _check_tokenizer(directory: Path, trusted: bool) -> None:

@@ -17,13 +17,12 @@ from torch import Tensor
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import ModelConfigError
-from megatron_rlspec.models.directory import (
+from megatron_rlspec.models.directory import no_checkpoint, read_config
+from megatron_rlspec.models.headers import (
     DTYPES,
     INDEX,
     SINGLE,
     Header,
-    no_checkpoint,
-    read_config,
     read_headers,
     read_object,
 )
@@ -139,22 +138,28 @@ def build_hf(
     memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. What a killed writer leaves
     behind, `.<name>.partial`, is replaced by the next one.
     """
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    with building(Path(path)) as partial:
         file_of: dict[str, str] = {}
         for count, lot in enumerate(_lots(pairs, shard_bytes), 1):
             file = f"shard-{count:05d}.safetensors"
             tensor_file.save(lot, partial / file)
             file_of |= dict.fromkeys(lot, file)
         complete(partial, config, file_of, tokenizer_from)
-    except BaseException:  # a full disk
+    return partial
+
+
+@contextlib.contextmanager
+def building(target: Path) -> Iterator[Path]:
+    """Yield a new directory beside `target` for `publish`. It is removed after an error, such as a full disk."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return partial
 
 
 def _lots(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:

@@ -14,7 +14,8 @@ from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import ModelConfigError
-from megatron_rlspec.models.directory import DTYPES, check_model, read_headers, read_object
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.headers import DTYPES, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 

@@ -1,0 +1,40 @@
+"""Tensors by name, each of which is read or made when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from torch import Tensor
+
+from megatron_rlspec.models.names import NameTable
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Maps names to what their functions return."""
+
+    def __init__(self, makers: dict[str, Callable[[], Tensor]]) -> None:
+        self.makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+
+def fused(table: NameTable, tensors: Mapping[str, Tensor]) -> Lazy:
+    """Return full tensors by canonical Megatron name: those whose Hugging Face tensors are all in `tensors`."""
+    makers = {}
+    for name, row in table.rows.items():
+        if all(hf in tensors for hf in row.hf):
+            makers[name] = partial(_fused, table, name, tensors)
+    return Lazy(makers)
+
+
+def _fused(table: NameTable, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    row = table.rows[name]
+    return row.layout.fuse([tensors[hf] for hf in row.hf])
