@@ -7,7 +7,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -207,8 +207,11 @@ def engine_memory(
     tensor = config.placement.tensor
     batch = config.rollout.max_running_requests
     itemsize = DTYPE_BYTES[config.model.dtype]
-    cuda_graphs = graph_bytes(config)
-    attention = page_table_bytes(config) if hopper else workspace_bytes(config)
+    drafting = sorted({steps for steps in config.spec.steps if steps})
+    cuda_graphs = _graph_bytes(batch, drafting)
+    attention = WORKSPACE * (1 + len(drafting))
+    if hopper:
+        attention = _page_table_bytes(batch, engine_context(config), drafting)
 
     prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
     prefill_graphs = PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))]
@@ -250,39 +253,29 @@ def needs(
     return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
 
 
-def graph_bytes(config: Config) -> int:
+def _graph_bytes(batch: int, drafting: Sequence[int]) -> int:
     """Return the bytes of an engine's CUDA graphs, as if every number of drafts were captured at every batch."""
-    batch = config.rollout.max_running_requests
-    drafting = [steps for steps in config.spec.steps if steps]
     if not drafting:
         return batch * GRAPH_REQUEST
-    slots = {"1": {"candidate_steps": sorted({0, *drafting})}}
-    return int(graphs.gib(graphs.count(slots, batch, min(drafting))) * GIB)
+    slots = {"1": {"candidate_steps": [0, *drafting]}}
+    return int(graphs.gib(graphs.count(slots, batch, drafting[0])) * GIB)
+
+
+def _page_table_bytes(batch: int, context: int, drafting: Sequence[int]) -> int:
+    """Return the bytes of FlashAttention 3's page tables in an engine.
+
+    Each number of drafts k has a backend to verify, one to extend the drafter, and k - 1 to draft.
+    """
+    table = batch * context * 4
+    if not drafting:
+        return table
+    backends = 2 + sum(steps + 1 for steps in drafting)
+    return PAGE_TABLES * backends * table
 
 
 def engine_context(config: Config) -> int:
     """Return the context length of an engine that a run launches, which sizes its page tables."""
     return config.model.max_length + config.spare
-
-
-def page_table_bytes(config: Config) -> int:
-    """Return the bytes of FlashAttention 3's page tables in an engine.
-
-    Each number of drafts k has a backend to verify, one to extend the drafter, and k - 1 to draft.
-    """
-    batch = config.rollout.max_running_requests
-    context = engine_context(config)
-    drafting = [steps for steps in config.spec.steps if steps]
-    if not drafting:
-        return batch * context * 4
-    backends = sum(2 + max(steps - 1, 0) for steps in {0, *drafting})
-    return PAGE_TABLES * backends * batch * context * 4
-
-
-def workspace_bytes(config: Config) -> int:
-    """Return the bytes of FlashInfer's workspaces in an engine."""
-    drafting = [steps for steps in config.spec.steps if steps]
-    return WORKSPACE * (1 + len(drafting))
 
 
 def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -> int:

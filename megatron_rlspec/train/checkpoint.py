@@ -11,7 +11,6 @@ shared `step`, which AdamW then advances once per parameter (0.16.1).
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.models.hf_files import CheckpointError, publish, read_json
 from megatron_rlspec.models.tensor_file import TensorFile
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
@@ -75,7 +74,7 @@ def save(
 
     def finish() -> None:
         files.write(partial / LAYOUT, json.dumps(dict(layout), indent=1))
-        _put_in_place(partial, directory)
+        publish(partial, directory, replace=True)
 
     error = on_all_ranks(begin, main) or on_all_ranks(write) or on_all_ranks(finish, main)
     if error:
@@ -93,17 +92,6 @@ def on_all_ranks(act: Callable[[], object], here: bool = True) -> str:
     except OSError as problem:
         error = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
     return runtime.first_message(error)
-
-
-def _put_in_place(partial: Path, directory: Path) -> None:
-    if not directory.exists():
-        os.replace(partial, directory)
-        return
-    old = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    os.replace(directory, old)
-    os.replace(partial, directory)
-    shutil.rmtree(old)
 
 
 def load(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -269,13 +269,6 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
     return Prediction.of_sums(steps, reached, accepted)
 
 
-def drafter_loss_named(name: str) -> Kind | DrafterLoss:
-    """Return the loss that `drafter.loss` names; a function is imported. Raises ConfigError."""
-    if is_function(name):
-        return load_function("drafter.loss", name)
-    return cast(Kind, name)
-
-
 def training_temperature(rollout_temperature: float) -> float:
     """Return the temperature at which policy and drafter are trained; 1 for greedy rollouts."""
     return rollout_temperature or 1.0
@@ -297,12 +290,15 @@ def objective_of(
     # The teacher's distribution is then the one that rollouts draw from.
     unfiltered = sampling.top_p >= 1 and sampling.top_k < 0 and sampling.min_p == 0
     sampled = sampling.temperature > 0 and unfiltered
+    loss: Any = drafter.loss
+    if is_function(drafter.loss):
+        loss = load_function("drafter.loss", drafter.loss)
     predicted = tuple(sorted({k for k in steps if k > 0}))
     if verifier == "rejection" and (drafter.loss == "ce" or not sampled):
         predicted = ()  # it follows from the teacher's distribution only
     return DrafterObjective(
         depth=drafter.depth,
-        loss=drafter_loss_named(drafter.loss),
+        loss=loss,
         depth_decay=drafter.depth_decay,
         predicted_steps=predicted,
         verifier=verifier,
@@ -319,4 +315,4 @@ def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
         return x
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
-    return join_from_cp(parts, targets.cu_seqlens_padded.cpu(), targets.layout, dim=0)
+    return join_from_cp(parts, targets.cu_seqlens_padded.cpu(), targets.layout)

@@ -65,40 +65,29 @@ def _softmax(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def problems(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
-    """Yield (is it wrong?, error text) for every setting of experts that would otherwise be ignored."""
+def problems(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[str]:
+    """Yield an error text for every setting of experts that would otherwise be ignored."""
     experts = count(hf_config)
-    yield (
-        not experts and parallel.expert > 1,
-        f"parallel.expert={parallel.expert}, but this model is dense",
-    )
     if not experts:
+        if parallel.expert > 1:
+            yield f"parallel.expert={parallel.expert}, but this model is dense"
         return
-    yield (
-        bool(experts % parallel.expert),
-        f"{experts} experts are no multiple of parallel.expert={parallel.expert}",
-    )
+    if experts % parallel.expert:
+        yield f"{experts} experts are no multiple of parallel.expert={parallel.expert}"
     width = hf_config.get("moe_intermediate_size")
     chosen = hf_config.get("num_experts_per_tok", 0)
-    yield not isinstance(width, int), "no moe_intermediate_size, the width of an expert"
-    yield (
-        chosen < 2,
-        f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised",
-    )
-    given = _has_bias(hf_config) and not hf_config.get("norm_topk_prob", True)
-    yield given, "norm_topk_prob=false: only normalised weights are supported"
-    grouped = _groups(hf_config) and chosen != 2 * hf_config.get("topk_group", 1)
-    yield (
-        bool(grouped),
-        f"num_experts_per_tok={chosen} with groups: only 2 for each of topk_group are supported",
-    )
-    if isinstance(width, int):
-        yield (
-            bool(width % parallel.tensor),
-            f"moe_intermediate_size={width} is no multiple of tensor={parallel.tensor}",
-        )
-    split = parallel.tensor > 1 and not parallel.sequence
-    yield split, f"experts under parallel.tensor={parallel.tensor} need parallel.sequence=true"
+    if not isinstance(width, int):
+        yield "no moe_intermediate_size, the width of an expert"
+    elif width % parallel.tensor:
+        yield f"moe_intermediate_size={width} is no multiple of tensor={parallel.tensor}"
+    if chosen < 2:
+        yield f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised"
+    if _has_bias(hf_config) and not hf_config.get("norm_topk_prob", True):
+        yield "norm_topk_prob=false: only normalised weights are supported"
+    if _groups(hf_config) and chosen != 2 * hf_config.get("topk_group", 1):
+        yield f"num_experts_per_tok={chosen} with groups: only 2 for each of topk_group are supported"
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield f"experts under parallel.tensor={parallel.tensor} need parallel.sequence=true"
 
 
 def biases(module: nn.Module) -> dict[str, Tensor]:

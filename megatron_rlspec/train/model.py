@@ -127,26 +127,17 @@ def check(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelCo
         raise ConfigError("model.dtype=float64: Transformer Engine has no float64; use bfloat16")
     where = model.path or "the model"
     typed = check_config(hf_config, where)
-    tensor = parallel.tensor
-    pipeline = parallel.pipeline
-    problems = [
-        *experts.problems(hf_config, parallel),
-        (
-            typed.vocab_size % tensor,
-            f"vocab_size={typed.vocab_size} is no multiple of parallel.tensor={tensor}",
-        ),
-        (
-            typed.groups % tensor,
-            f"num_key_value_heads={typed.groups} is no multiple of parallel.tensor={tensor}",
-        ),
-        (
-            typed.num_hidden_layers % pipeline,
-            f"num_hidden_layers={typed.num_hidden_layers} is no multiple of parallel.pipeline={pipeline}",
-        ),
-    ]
-    for wrong, message in problems:
-        if wrong:
-            raise ConfigError(f"config.json of {where}: {message}")
+    problems = list(experts.problems(hf_config, parallel))
+    for key, size, axis in (
+        ("vocab_size", typed.vocab_size, "tensor"),
+        ("num_key_value_heads", typed.groups, "tensor"),
+        ("num_hidden_layers", typed.num_hidden_layers, "pipeline"),
+    ):
+        ranks = getattr(parallel, axis)
+        if size % ranks:
+            problems.append(f"{key}={size} is no multiple of parallel.{axis}={ranks}")
+    if problems:
+        raise ConfigError(f"config.json of {where}: {problems[0]}")
 
 
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:

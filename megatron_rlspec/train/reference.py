@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,32 +19,6 @@ from megatron_rlspec.train.objectives import OutputLayer, Sums, filled, reduce_s
 from megatron_rlspec.types import PackedBatch
 
 ROWS = 512  # tokens of a micro-batch whose distributions `drift` compares
-
-
-class Copies:
-    """Copies of tensors on the CPU, made at construction, which take the tensors' place for a while."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._pairs = []
-        for tensor in tensors:
-            copy = tensor.detach().cpu().clone()
-            self._pairs.append((tensor, copy))
-
-    def exchange(self) -> None:
-        """Exchange the tensors' values and the copies' values, bit for bit."""
-        for tensor, copy in self._pairs:
-            present = tensor.detach().to("cpu", copy=True)
-            tensor.data.copy_(copy)
-            copy.copy_(present)
-
-    @contextmanager
-    def exchanged(self) -> Iterator[None]:
-        """Exchange during the block."""
-        self.exchange()
-        try:
-            yield
-        finally:
-            self.exchange()
 
 
 class Reference:
@@ -66,12 +40,29 @@ class Reference:
         self._read = read
         self._logprobs = logprobs
         self._layer = layer
-        self._weights = Copies([*policy.parameters(), *experts.biases(policy).values()])
+        self._copies = []  # (tensor of the policy, its copy on the CPU)
+        for tensor in [*policy.parameters(), *experts.biases(policy).values()]:
+            self._copies.append((tensor, tensor.detach().cpu().clone()))
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Exchange the policy's values and the copies' values during the block, bit for bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        for tensor, copy in self._copies:
+            present = tensor.detach().to("cpu", copy=True)
+            tensor.data.copy_(copy)
+            copy.copy_(present)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Compute `Trainer.logprobs` with the reference; then restore the current weights bit for bit."""
-        with self._weights.exchanged():
+        with self._in_place():
             return self._logprobs(batches)
 
     def filled(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -88,11 +79,12 @@ class Reference:
         The sample is at most `ROWS` tokens of a micro-batch, evenly spaced.
         """
         self._policy.eval()
-        with self._weights.exchanged():
+        with self._in_place():
             rows = self._read(batches, self._report_distribution)
         report = partial(self._report_drift, iter(rows))
-        sums = self._read(batches, report)
-        return drift_of(reduce_sums(sums))
+        totals = reduce_sums(self._read(batches, report))
+        (tokens,) = totals.pop("drift/tokens")
+        return {name: values[0] / max(tokens, 1.0) for name, values in totals.items()}
 
     def _report_distribution(
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
@@ -108,7 +100,14 @@ class Reference:
         hidden: Tensor,
     ) -> Sums:
         head, logp = self._distribution(batch, hidden)
-        return drift_sums(head, logp, next(reference))
+        logq = next(reference)
+        divergence = (logp.exp() * (logp - logq)).sum(-1)
+        changed = head.argmax(logp) != head.argmax(logq)
+        return {
+            "drift/tokens": torch.tensor(len(logp), device=logp.device),
+            "drift/kl": head.sum(divergence).sum(),
+            "drift/changed": changed.sum(),
+        }
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
         """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""
@@ -119,23 +118,3 @@ class Reference:
         rows = to_device(trained[::every], hidden.device)
         scores = head.scores(hidden[:, 0].index_select(0, rows))
         return head, scores - head.log_sum_exp(scores)[:, None]
-
-
-def drift_sums(head: VocabParallelHead, logp: Tensor, logq: Tensor) -> Sums:
-    """Return the sums for `drift_of`, from rows of log-probabilities `[n, V / tensor]` of policy and reference."""
-    divergence = (logp.exp() * (logp - logq)).sum(-1)
-    changed = head.argmax(logp) != head.argmax(logq)
-    return {
-        "drift/tokens": torch.tensor(len(logp), device=logp.device),
-        "drift/kl": head.sum(divergence).sum(),
-        "drift/changed": changed.sum(),
-    }
-
-
-def drift_of(totals: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return `Reference.drift` from the sums over all ranks."""
-    (tokens,) = totals["drift/tokens"]
-    means = {}
-    for name in ("drift/kl", "drift/changed"):
-        means[name] = totals[name][0] / max(tokens, 1.0)
-    return means

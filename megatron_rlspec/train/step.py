@@ -79,12 +79,22 @@ class Trainer:
         overlap = runtime.has_transformer_engine()
         self.learner = Learner(self.policy, config.optimizer, pipelined=True, overlap=overlap)
         self.drafter: Drafter | None = None
-        self.drafter_learner: Learner | None = None
         self.drafter_step: DrafterStep | None = None
-        self._objective = _objective_of(config)
+        self._objective = objective_of(
+            config.drafter,
+            config.rollout.sampling,
+            config.spec.steps,
+            config.spec.verifier,
+            coupled=config.spec.drafts == "coupled",
+        )
         self._words: Tensor | None = None  # ids that drafts are chosen from; None: all
         if config.drafter.train and self.last_stage:
-            self._build_drafter()
+            seed = config.train.seed + 1  # a random stream of its own
+            drafter = build_drafter(self.model_config, hf_config, config.drafter, seed)
+            self.drafter = drafter.to(self.device)
+            self.drafter_step = DrafterStep.of(
+                self.drafter, config.drafter, config.optimizer, self._objective, pace=self.learner
+            )
         # After the models are built: layers with experts copy the configuration that they are built from.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
@@ -100,16 +110,9 @@ class Trainer:
         self.embedding: Tensor | None = None
         self.refresh_embedding()
 
-    def _build_drafter(self) -> None:
-        config = self.config
-        options = config.drafter
-        seed = config.train.seed + 1  # a random stream of its own
-        drafter = build_drafter(self.model_config, self.hf_config, options, seed)
-        self.drafter = drafter.to(self.device)
-        self.drafter_step = DrafterStep.of(
-            self.drafter, options, config.optimizer, self._objective, pace=self.learner
-        )
-        self.drafter_learner = self.drafter_step.learner
+    @property
+    def drafter_learner(self) -> Learner | None:
+        return None if self.drafter_step is None else self.drafter_step.learner
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
         """Load the weights of a checkpoint; with `fresh_drafter` without its MTP tensors, which may be missing.
@@ -292,9 +295,10 @@ class Trainer:
 
     def learners(self) -> dict[str, Learner]:
         """Return the learners of policy and drafter on this rank."""
-        if self.drafter_learner is None:
-            return {"policy": self.learner}
-        return {"policy": self.learner, "drafter": self.drafter_learner}
+        learners = {"policy": self.learner}
+        if self.drafter_learner is not None:
+            learners["drafter"] = self.drafter_learner
+        return learners
 
     def _layout(self) -> dict[str, Any]:
         """Return what must be equal between a checkpoint and the run that resumes from it."""
@@ -427,9 +431,10 @@ class Trainer:
 
     def _update_drafter(self) -> dict[str, float]:
         result = [0.0, 0.0, 0.0]
-        if self.drafter_step is not None and self.drafter_learner is not None:
+        learner = self.drafter_learner
+        if self.drafter_step is not None and learner is not None:
             norm, updated = self.drafter_step.update()
-            result = [norm, float(not updated), self.drafter_learner.rate()]
+            result = [norm, float(not updated), learner.rate()]
         values = _from_last_stage(torch.tensor(result, dtype=torch.float64), self.device)
         return dict(zip(DRAFTER_METRICS, values.tolist(), strict=True))
 
@@ -452,16 +457,6 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
         rows=rows,
         seeds=batch.noise_seeds,
         positions=batch.position_ids,
-    )
-
-
-def _objective_of(config: Config) -> DrafterObjective:
-    return objective_of(
-        config.drafter,
-        config.rollout.sampling,
-        config.spec.steps,
-        config.spec.verifier,
-        coupled=config.spec.drafts == "coupled",
     )
 
 
