@@ -34,34 +34,7 @@ _SAME = (
 )
 
 
-class JoinedTensors(Mapping[str, Tensor]):
-    """The tensors of a target without its MTP layers, and those of its EAGLE-3 drafter behind `PREFIX`."""
-
-    def __init__(self, target: LazyTensors, drafter: LazyTensors, unused: Iterable[str]) -> None:
-        self.directory = target.directory
-        self._of = {name: (target, name) for name in target if name not in set(unused)}
-        self._of |= {PREFIX + own_name(name): (drafter, name) for name in drafter}
-
-    def __getitem__(self, name: str) -> Tensor:
-        held, own = self._of[name]
-        return held[own]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._of)
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape, without reading the tensor."""
-        held, own = self._of[name]
-        return held.shape(own)
-
-
-Tensors = LazyTensors | JoinedTensors
-
-
-def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, Any], Tensors]:
+def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, Any], LazyTensors]:
     """Read config.json and open the tensors, joined with those of the EAGLE-3 drafter in the directory `drafter`.
 
     The target then counts as a model without MTP layers. Raises CheckpointError.
@@ -70,9 +43,11 @@ def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, An
     if not drafter:
         return config, tensors
     own_config, own = read_hf(drafter)
-    unused = name_table(config).drafter_names
-    described = {**config, "num_nextn_predict_layers": 0, DRAFTER: own_config}
-    return described, JoinedTensors(tensors, own, unused)
+    headers = dict(tensors.headers)
+    for unused in name_table(config).drafter_names:
+        headers.pop(unused, None)
+    headers |= {PREFIX + own_name(name): header for name, header in own.headers.items()}
+    return {**config, "num_nextn_predict_layers": 0, DRAFTER: own_config}, LazyTensors(headers)
 
 
 def read_drafter(path: str | Path) -> dict[str, Tensor]:
@@ -88,7 +63,7 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 def read_drafters(
     policy: str | Path, places: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Tensors | dict[str, Tensor]]]:
+) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
     """Read several drafters of one policy, by name: MTP layers, or EAGLE-3 drafters that draft from the same words.
 
     A place is a Hugging Face directory, or a checkpoint of slime's: of one iteration, or the folder of all, of which
@@ -129,9 +104,7 @@ def _in_slime(place: Path) -> str:
     return str(eagle3 if eagle3.is_dir() else iteration)
 
 
-def _read(
-    place: str, policy: Mapping[str, Any]
-) -> tuple[dict[str, Any], Tensors | dict[str, Tensor]]:
+def _read(place: str, policy: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
     """Return config.json and tensors of a directory; of a Megatron checkpoint of `policy` the MTP layers alone."""
     if not torch_dist.is_checkpoint(Path(place)):
         return read_hf(place)

@@ -125,7 +125,7 @@ def _check_tensors(
             raise ModelConfigError(f"{directory}: lacks {name}, which an EAGLE-3 drafter needs")
         if headers[name].shape != shape:
             raise ModelConfigError(
-                f"{directory / headers[name].file}: {name} has shape {list(headers[name].shape)}, expected "
+                f"{headers[name].path}: {name} has shape {list(headers[name].shape)}, expected "
                 f"{list(shape)} by config.json and the layers that the drafter reads"
             )
         if headers[name].dtype not in DTYPES:
@@ -157,7 +157,7 @@ def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3)
         raise ModelConfigError(
             f"{directory}: d2t is {header.dtype} {list(header.shape)}, expected I64 or I32, [{size}]"
         )
-    with safe_open(directory / header.file, framework="np") as file:
+    with safe_open(header.path, framework="np") as file:
         ids = file.get_tensor("d2t").astype(np.int64) + np.arange(size)
     if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
         raise ModelConfigError(

@@ -32,12 +32,13 @@ def add_mtp(source: str | Path, target: Path) -> None:
         # A tensor that the file calls otherwise is written once more, under its name.
         renamed = [name for name, header in old.headers.items() if header.name != name]
         new |= {name: old[name].clone() for name in renamed}
-        shards = {file: f"shard-{i:05d}.safetensors" for i, file in enumerate(old.files())}
-        for file, shard in shards.items():
-            os.symlink((old.directory / file).resolve(), partial / shard)
+        paths = sorted({header.path for header in old.headers.values()})
+        shards = {path: f"shard-{i:05d}.safetensors" for i, path in enumerate(paths)}
+        for path, shard in shards.items():
+            os.symlink(path.resolve(), partial / shard)
         own = f"shard-{len(shards):05d}.safetensors"
         tensor_file.save(new, partial / own)
-        file_of = {name: shards[header.file] for name, header in old.headers.items()}
+        file_of = {name: shards[header.path] for name, header in old.headers.items()}
         file_of |= dict.fromkeys(new, own)
         complete(partial, work.config, file_of, work.small_files)
         publish(partial, target)

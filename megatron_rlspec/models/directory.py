@@ -161,7 +161,7 @@ def _check_weights(
             )
         if header.dtype not in DTYPES and not name.endswith(("d2t", "t2d")):
             raise ModelConfigError(
-                f"{directory / header.file}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
+                f"{header.path}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
             )
     known = typed.architectures[0] in SCHEMAS
     # conversion leaves it unchecked

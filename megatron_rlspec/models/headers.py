@@ -28,11 +28,12 @@ _FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 class Header:
     """One tensor as its file describes it.
 
+    path  of the file
     name  the tensor's in the file
     part  of that tensor, if it holds several: (expert, first row, row behind the last)
     """
 
-    file: str
+    path: Path
     shape: tuple[int, ...]
     dtype: str
     name: str
@@ -63,7 +64,7 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
         return headers
     head = headers.pop(HEAD)
     embedding = headers.setdefault(EMBEDDING, head)
-    if embedding is not head and not _equal(directory, embedding, head):
+    if embedding is not head and not _equal(embedding, head):
         raise ModelConfigError(
             f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
             "model with a head of its own"
@@ -71,7 +72,7 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     return headers
 
 
-def _equal(directory: Path, one: Header, other: Header) -> bool:
+def _equal(one: Header, other: Header) -> bool:
     """Return whether two tensors have the same bits."""
     import torch
 
@@ -79,7 +80,7 @@ def _equal(directory: Path, one: Header, other: Header) -> bool:
         return False
     bits = []
     for header in (one, other):
-        with safe_open(directory / header.file, "pt") as tensors:
+        with safe_open(header.path, "pt") as tensors:
             bits.append(tensors.get_tensor(header.name).view(torch.uint8))
     return torch.equal(*bits)
 
@@ -125,7 +126,7 @@ def _indexed_headers(directory: Path) -> dict[str, Header]:
     for file in sorted(set(file_of.values())):
         headers |= dict(headers_of(directory / Path(file).name))
     for name, file in file_of.items():
-        if name not in headers or headers[name].file != file:
+        if name not in headers or headers[name].path.name != file:
             raise ModelConfigError(f"{directory / file}: lacks {name}, which {INDEX} places there")
     return {name: headers[name] for name in file_of}
 
@@ -137,7 +138,7 @@ def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118, this object is no mapping
                 about = opened.get_slice(name)
-                yield name, Header(file.name, tuple(about.get_shape()), about.get_dtype(), name)
+                yield name, Header(file, tuple(about.get_shape()), about.get_dtype(), name)
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelConfigError(
             f"{file}: truncated or not safetensors ({shown(error, str)})"

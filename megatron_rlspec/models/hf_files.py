@@ -45,29 +45,30 @@ _COMPANIONS = (
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Map names to tensors of a safetensors checkpoint. Every access reads the tensor from disk and checks it.
+    """Map names to tensors in safetensors files. Every access reads the tensor from disk and checks it.
 
     Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity.
 
     headers  of the tensors, by the names that they have here
     """
 
-    def __init__(self, directory: Path, headers: Mapping[str, Header]) -> None:
-        self.directory = directory
+    def __init__(self, headers: Mapping[str, Header]) -> None:
         self.headers = headers
         self._open: TensorFile | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._file(name)
         header = self.headers[name]
-        tensor = file[header.name]
+        # One file is mapped at a time: closing the last one gives its pages back.
+        if self._open is None or self._open.path != header.path:
+            self._open = TensorFile(header.path)
+        tensor = self._open[header.name]
         if header.part:
             expert, start, end = header.part
             tensor = tensor[expert, start:end]
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             if not all(bound.isfinite() for bound in tensor.aminmax()):
                 raise CheckpointError(
-                    f"{file.path}: {name} holds NaN or infinity; expected finite numbers"
+                    f"{header.path}: {name} holds NaN or infinity; expected finite numbers"
                 )
         return tensor
 
@@ -80,17 +81,6 @@ class LazyTensors(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, without reading the tensor."""
         return self.headers[name].shape
-
-    def files(self) -> list[str]:
-        """Return the names of all files."""
-        return sorted({header.file for header in self.headers.values()})
-
-    def _file(self, name: str) -> TensorFile:
-        # One file is mapped at a time: closing the last one gives its pages back.
-        path = self.directory / self.headers[name].file
-        if self._open is None or self._open.path != path:
-            self._open = TensorFile(path)
-        return self._open
 
 
 def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
@@ -106,7 +96,7 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
         headers = read_headers(directory, tied=bool(config.get("tie_word_embeddings")))
     except ModelConfigError as error:
         raise CheckpointError(str(error)) from None
-    return config, LazyTensors(directory, headers)
+    return config, LazyTensors(headers)
 
 
 def write_hf(

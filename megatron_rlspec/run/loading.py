@@ -15,10 +15,11 @@ import torch
 
 from megatron_rlspec import custom, memory_estimate
 from megatron_rlspec.config import Command, Config, ConfigError
-from megatron_rlspec.conversion.drafter_files import Tensors, read_model, words
+from megatron_rlspec.conversion.drafter_files import read_model, words
 from megatron_rlspec.memory_estimate import Hardware, cache_line
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
+from megatron_rlspec.models.hf_files import LazyTensors
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.trajectory import Replay
@@ -43,7 +44,7 @@ class Loaded:
     """
 
     hf_config: dict[str, Any]
-    tensors: Tensors
+    tensors: LazyTensors
     eagle3_ids: torch.Tensor | None
     layout: placement.GpuLayout
     tokenizer: Any
@@ -167,7 +168,9 @@ def check_machine(config: Config) -> None:
         raise ConfigError(f"--ranks {ranks}, but this machine has {gpus} GPUs, one for each rank")
 
 
-def place(config: Config, hf_config: Mapping[str, Any], tensors: Tensors) -> placement.GpuLayout:
+def place(
+    config: Config, hf_config: Mapping[str, Any], tensors: LazyTensors
+) -> placement.GpuLayout:
     """Return which GPUs the ranks of this node and the engines have. Raises ConfigError if that does not fit."""
     if config.rollout.engine != "sglang" or config.rollout.urls:
         return placement.GpuLayout()

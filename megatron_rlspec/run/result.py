@@ -11,12 +11,12 @@ from itertools import chain
 from pathlib import Path
 
 from megatron_rlspec.config import DrafterConfig
-from megatron_rlspec.conversion.drafter_files import Tensors, build_drafter
+from megatron_rlspec.conversion.drafter_files import build_drafter
 from megatron_rlspec.files import read_json, tell
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
-from megatron_rlspec.models.hf_files import build_hf, publish, write_json
+from megatron_rlspec.models.hf_files import LazyTensors, build_hf, publish, write_json
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded
@@ -139,7 +139,7 @@ def build_result(
     return built | {target: build_hf(target, policy_config, source("target"), model_path)}
 
 
-def take_drafter_moments(trainer: Trainer, tensors: Tensors) -> str:
+def take_drafter_moments(trainer: Trainer, tensors: LazyTensors) -> str:
     """Load the drafter's optimizer state of the run that wrote `model.path` or `drafter.path`. Collective.
 
     Returns the event's text; "" without such a state, and for a drafter that is new or not trained.

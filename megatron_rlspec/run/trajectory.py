@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron_rlspec import wire
 from megatron_rlspec.config import ConfigError, ReplayConfig
-from megatron_rlspec.conversion.drafter_files import Tensors
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
@@ -176,7 +175,7 @@ class Replay:
     """
 
     def __init__(
-        self, options: ReplayConfig, model_path: str, steps: int, tensors: Tensors
+        self, options: ReplayConfig, model_path: str, steps: int, tensors: LazyTensors
     ) -> None:
         """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short.
 
