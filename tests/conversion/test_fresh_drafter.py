@@ -73,7 +73,7 @@ def losses(folder, steps):
     found = []
     for step in range(steps):
         rows = [Sample(f"s{i}", Prompt(i, row[:2]), row, mask, -mask) for i, row in enumerate(texts(500 + step, 16))]
-        share = batches(rows, trainer.config, dp=(0, 1), cp=(0, 1), budget=600)
+        share = batches(rows, trainer.config, budget=600)
         found.append(trainer.train_step(share, objective="sft", train_policy=False)["drafter/ce_1"])
     return found
 

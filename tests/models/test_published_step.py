@@ -53,7 +53,7 @@ def steps(architecture, folder):
         trainer = Trainer(config(model={"dtype": "float32"}, drafter={"train": drafts}), hf_config)
         trainer.load_hf(read_hf(path)[1])
         before = dict(trainer.export())
-        share = batches(samples(8), trainer.config, dp=(0, 1), cp=(0, 1))
+        share = batches(samples(8), trainer.config)
         metrics = trainer.train_step(share, objective="grpo")
         kept = [tensor for tensor, value in trainer.export() if value.equal(before[tensor])]
         found[name] = metrics, kept, drafts

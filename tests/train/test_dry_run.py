@@ -215,9 +215,7 @@ def held(index):
     """Count the bytes that a trainer holds after a step: weights, gradients, optimizer."""
     cfg, hf = cell(index)
     trainer = Trainer(cfg, hf)
-    cp = (ps.get_context_parallel_rank(), ps.get_context_parallel_world_size())
-    dp = (ps.get_data_parallel_rank(), ps.get_data_parallel_world_size())
-    trainer.train_step(batches(samples(8), cfg, dp=dp, cp=cp), objective="sft")
+    trainer.train_step(batches(samples(8), cfg), objective="sft")
     modules = [module for module in (trainer.policy, trainer.drafter) if module is not None]
     weights = [p for module in modules for p in module.parameters()]
     own = {p.untyped_storage().data_ptr() for p in weights}

@@ -59,9 +59,7 @@ def build(
 
 
 def own_batches(trainer, seed=0):
-    sizes = ps.get_data_parallel_world_size(), ps.get_context_parallel_world_size()
-    ranks = ps.get_data_parallel_rank(), ps.get_context_parallel_rank()
-    return batches(samples(9, seed), trainer.config, dp=(ranks[0], sizes[0]), cp=(ranks[1], sizes[1]))
+    return batches(samples(9, seed), trainer.config)
 
 
 class Engine:

@@ -106,9 +106,6 @@ def test_four_ranks_learn_as_with_whole_experts(weights, name):
     compare(weights, 4, [name])
 
 
-# ---- two parameters, by hand ----------------------------------------------------------------------------------------
-
-
 # ---- checkpoints, moments, isolation --------------------------------------------------------------------------------
 
 

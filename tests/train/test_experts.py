@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core import parallel_state as ps
 from moe_oracles import GLM4_MOE, checkpoint, logits
 from test_model_parity import QWEN3_MOE, drafter_logits
-from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
+from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples, use_layout
 
 from megatron_rlspec.train import experts
 from megatron_rlspec.train.step import Trainer
@@ -17,24 +16,14 @@ GROUPED = GLM4_MOE | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num
 
 
 def build(hf=SMALL, *, model=None, drafter=True, **sections):
-    sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | sections.get("parallel", {})
-    now = {
-        "tensor": ps.get_tensor_model_parallel_world_size,
-        "pipeline": ps.get_pipeline_model_parallel_world_size,
-        "context": ps.get_context_parallel_world_size,
-        "expert": ps.get_expert_model_parallel_world_size,
-    }
-    if ps.model_parallel_is_initialized() and any(sizes[name] != size() for name, size in now.items()):
-        ps.destroy_model_parallel()
     model = {"dtype": "float32"} | (model or {})
     options = config(model=model, drafter={"train": drafter} if isinstance(drafter, bool) else drafter, **sections)
+    use_layout(options.parallel)
     return Trainer(options, hf)
 
 
 def data_of(trainer, seed=0, budget=400):
-    dp = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
-    cp = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
-    return batches(unpadded(samples(9, seed)), trainer.config, dp=dp, cp=cp, budget=budget)
+    return batches(unpadded(samples(9, seed)), trainer.config, budget=budget)
 
 
 def unpadded(chosen):

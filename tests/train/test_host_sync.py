@@ -38,7 +38,7 @@ def waits(kind: str) -> list[tuple[Counter[str], Counter[str]]]:
     found = []
     with HostReads(operators=FLASH) as reads:
         trainer = Trainer(cfg, HF_CONFIG)
-        micro_batches = batches(samples(24), cfg, dp=(0, 1), cp=(0, 1))
+        micro_batches = batches(samples(24), cfg)
         trainer.train_step(micro_batches[:1], objective="grpo")  # the first step compares the kernels with plain torch
         for count in (2, 3):
             reads.found.clear()

@@ -14,7 +14,7 @@ def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
     """Return a trainer after two steps, so that no parameter has its initial value, and its batches."""
     options = config(model={"dtype": dtype}, drafter={"depth": depth})
     trainer = Trainer(options, hf)
-    data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
+    data = batches(samples(9), options)
     for _ in range(2):
         trainer.train_step(data, objective="sft")
     return trainer, data
@@ -248,7 +248,7 @@ def slopes():
     found = []
     for depth, kind, recompute in GRADIENTS:
         options = config(drafter={"depth": depth, "loss": kind}, parallel={"recompute": recompute})
-        data = batches(samples(9), options, dp=(0, 1), cp=(0, 1))
+        data = batches(samples(9), options)
         found.append(directional(Trainer(options, HF_CONFIG), data))
     return found
 

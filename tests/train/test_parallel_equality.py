@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state as ps
-from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
+from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples, use_layout
 
 from megatron_rlspec.train.step import Trainer
 
@@ -68,13 +68,6 @@ def single(cell):
 
 def build(cell, weights=None, *, drafter=True, clip=0.0):
     """Build a trainer of this layout in the running job."""
-    sizes = {
-        "tensor": ps.get_tensor_model_parallel_world_size,
-        "pipeline": ps.get_pipeline_model_parallel_world_size,
-        "context": ps.get_context_parallel_world_size,
-    }
-    if ps.model_parallel_is_initialized() and any(cell[name] != size() for name, size in sizes.items()):
-        ps.destroy_model_parallel()  # else the groups serve again: making them is the slow part of a cell
     options = config(
         model={"dtype": cell["dtype"]},
         parallel={key: cell[key] for key in ("tensor", "pipeline", "context", "sequence", "recompute")},
@@ -91,6 +84,7 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
         algorithm={"ratio": cell["ratio"], "entropy_coef": 0.01},
         train={"deterministic": cell.get("deterministic", False)},
     )
+    use_layout(options.parallel)
     trainer = Trainer(options, HF_CONFIG | {"tie_word_embeddings": cell["tied"]})
     if weights is not None:
         trainer.load_hf(weights)
@@ -99,9 +93,7 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
 
 def own_batches(trainer, seed=0, budget=120, made=None, some=False):
     """Return this rank's micro-batches of `made`, or of 11 short samples; the drafter learns from `some` of them."""
-    dp = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
-    cp = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
-    return batches(made or samples(11, seed), trainer.config, dp=dp, cp=cp, budget=budget, some=some)
+    return batches(made or samples(11, seed), trainer.config, budget=budget, some=some)
 
 
 def make_weights(cells):

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from megatron.core import parallel_state as ps
 from safetensors.torch import load_file
-from train_ranks import HF_CONFIG, batches, config, digest, on_ranks
+from train_ranks import HF_CONFIG, batches, config, digest, on_ranks, use_layout
 
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.train import moments
@@ -39,16 +38,12 @@ def trainer_of(warmup=0, **sections):
     }
     merged = {key: defaults.get(key, {}) | sections.get(key, {}) for key in defaults | sections}
     options = config(**merged)
-    sizes = (ps.get_tensor_model_parallel_world_size, ps.get_pipeline_model_parallel_world_size)
-    wanted = (options.parallel.tensor, options.parallel.pipeline)
-    if ps.model_parallel_is_initialized() and tuple(size() for size in sizes) != wanted:
-        ps.destroy_model_parallel()
+    use_layout(options.parallel)
     return Trainer(options, HF)
 
 
 def step(trainer, seed, **how):
-    dp = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
-    share = batches(texts(seed), trainer.config, dp=dp, cp=(0, 1), budget=500)
+    share = batches(texts(seed), trainer.config, budget=500)
     return trainer.train_step(share, objective="sft", **how)
 
 
@@ -77,10 +72,8 @@ def opened(trainer, folder, weights):
 
 def held_out_loss(trainer):
     """Compute the cross-entropy of depth 1 on texts that are not trained on, without an update."""
-    learner, share = (
-        trainer.drafter_learner,
-        batches(texts(9999, 32), trainer.config, dp=(0, 1), cp=(0, 1), budget=2000),
-    )
+    learner = trainer.drafter_learner
+    share = batches(texts(9999, 32), trainer.config, budget=2000)
     real, learner.step = learner.step, lambda: (0.0, True)
     try:
         return trainer.train_step(share, objective="sft", train_policy=False)["drafter/ce_1"]

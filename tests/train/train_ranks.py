@@ -13,7 +13,7 @@ import forked
 import numpy as np
 import torch
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, ParallelConfig
 from megatron_rlspec.host import ports
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.types import PackedBatch, Prompt, Sample
@@ -117,10 +117,24 @@ def samples(count: int, seed: int = 0, shortest: int = 6, longest: int = 30, voc
     return out
 
 
-def batches(
-    chosen: list[Sample], config: Config, *, dp: tuple[int, int], cp: tuple[int, int], budget: int = 160, some=False
-) -> list[PackedBatch]:
-    """Return the batches of one data- and context-parallel rank (rank, size); the drafter learns `some` samples."""
+def use_layout(parallel: ParallelConfig) -> None:
+    """Leave the job's groups if they are of another layout; otherwise they serve again, because making them is slow."""
+    from megatron.core import parallel_state as ps
+
+    sizes = {
+        "tensor": ps.get_tensor_model_parallel_world_size,
+        "pipeline": ps.get_pipeline_model_parallel_world_size,
+        "context": ps.get_context_parallel_world_size,
+        "expert": ps.get_expert_model_parallel_world_size,
+    }
+    if ps.model_parallel_is_initialized() and any(getattr(parallel, name) != size() for name, size in sizes.items()):
+        ps.destroy_model_parallel()
+
+
+def batches(chosen: list[Sample], config: Config, *, budget: int = 160, some=False) -> list[PackedBatch]:
+    """Return the batches of this rank of the running job; the drafter learns `some` samples."""
+    from megatron_rlspec.train import runtime
+
     parallel = config.parallel
     draw = np.random.default_rng(7)
     advantages = draw.normal(size=len(chosen))
@@ -133,11 +147,8 @@ def batches(
         tokens_per_micro_batch=budget,
         advantages=advantages.tolist(),
         drafter_weights=weights.tolist(),
-        dp_rank=dp[0],
-        dp_size=dp[1],
-        cp_rank=cp[0],
-        cp_size=cp[1],
         multiple=parallel.tensor if parallel.sequence else 1,
+        **runtime.placement(),
     )
 
 

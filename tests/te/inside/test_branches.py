@@ -7,7 +7,6 @@ import megatron.core.optimizer as optimizers
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state as ps
 from test_experts import GROUPED, data_of, unpadded
 from test_experts import build as build_experts
 from test_model_parity import YARN, drafter_logits
@@ -121,7 +120,6 @@ def pushed(cell):
         trainer.train_step(own_batches(trainer, seed), objective="grpo")
     tensors = everywhere(dict(trainer.export()))
     chosen = [s for s in unpadded(samples(6)) if s.loss_mask.any()]
-    place = (ps.get_data_parallel_rank(), ps.get_data_parallel_world_size())
     config = HF_CONFIG | {"max_position_embeddings": 256, "eos_token_id": 0}
     start = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     engine = EmbeddedEngine(config, start.items(), dtype=torch.float64, max_total_tokens=4096, max_length=256)
@@ -133,7 +131,7 @@ def pushed(cell):
         prompts = [Prompt(i, np.asarray(s.prompt.tokens)) for i, s in enumerate(chosen)]
         requests = [Request(f"{p.id}", p, p.id) for p in prompts]
         texts.append(engine.generate(requests, Sampling(max_new_tokens=20, ignore_eos=True)))
-    share = batches(texts[0], trainer.config, dp=place, cp=(0, 1))
+    share = batches(texts[0], trainer.config)
     gaps = []
     for batch, ours in zip(share, trainer.logprobs(share), strict=True):
         gaps.append(float(((ours - batch.behaviour_logprobs) * (batch.loss_mask != 0)).abs().max()))
