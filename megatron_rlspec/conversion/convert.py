@@ -258,10 +258,10 @@ def plan(
     else:
         tensors = TorchDistReader(source, read_as)
     if kind in ("run", "megatron"):
-        needed = set(table.rows) - set(tensors)
+        held = set(tensors)
+        lost = [name for name in table.rows if name not in held]
         if add_mtp:
-            needed = {name for name in needed if not table.is_drafter(name)}
-        lost = [name for name in table.rows if name in needed]
+            lost = [name for name in lost if not table.is_drafter(name)]
         if lost:
             raise CheckpointError(
                 f"{source}: lacks {len(lost)} tensors of {table.name}, such as {lost[0]}"

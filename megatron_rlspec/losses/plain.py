@@ -1,4 +1,4 @@
-"""Losses of a chunk of rows in plain torch, vocabulary-parallel: on a CPU, for functions of the user's, and as `fused`.
+"""Losses of a chunk of rows in plain torch, vocabulary-parallel: where no kernel has them, as for the user's functions.
 
 Shapes as in `losses/drafter.py`. Results are float32 or float64, and the same on every rank.
 """

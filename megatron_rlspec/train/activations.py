@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_rlspec.config import Config
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.train.model import describe
 from megatron_rlspec.train.step import Trainer
@@ -44,7 +43,7 @@ def measure_micro_batch(trainer: Trainer) -> Activations:
     Every token but the first of a sequence is trained, and experts draw equally many tokens.
     """
     with mock.patch.object(MoELayer, "forward", _balanced), torch.device(_CPU), LiveBytes() as live:
-        batch = _batch(trainer.config)
+        batch = _batch(trainer)
         packed = describe(batch, trainer.model_config, trainer.rope, _META)
         if not parallel_state.is_pipeline_first_stage():
             trainer.policy.set_input_tensor(_stage_input(trainer, len(batch.tokens)))
@@ -68,8 +67,9 @@ def _stage_input(trainer: Trainer, tokens: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=_META, requires_grad=True)
 
 
-def _batch(config: Config) -> PackedBatch:
+def _batch(trainer: Trainer) -> PackedBatch:
     """Fill a micro-batch with samples of one length, as long as they may be."""
+    config = trainer.config
     parallel = config.parallel
     total = config.train.tokens_per_micro_batch // parallel.packed * parallel.packed
     count = -(-total // config.model.max_length)
