@@ -211,7 +211,7 @@ class Eagle3Drafter(Drafter):
             block.decoder = nn.Module()
             block.decoder.layers = nn.ModuleList()
             for number in range(1, own.num_layers + 1):
-                spec = layer_specs.eagle3_spec(own, first=number == 1)
+                spec = layer_specs.eagle3_spec(first=number == 1)
                 layer = build_module(spec, config=own, layer_number=number)
                 block.decoder.layers.append(layer)
             block.decoder.final_layernorm = RMSNorm(own, width, own.layernorm_epsilon)

@@ -73,18 +73,18 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
             get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
         )
     else:
-        layer = _local_layer_spec(config, shared)
+        layer = _local_layer_spec(shared)
     if config.multi_latent_attention:
         layer.submodules.self_attention.module = LatentAttention
     return layer, norm
 
 
-def eagle3_spec(config: TransformerConfig, *, first: bool) -> ModuleSpec:
+def eagle3_spec(*, first: bool) -> ModuleSpec:
     """Return the spec of an EAGLE-3 drafter's layer. The first one's attention reads embedding and state side by side.
 
     It is the local one on every device: Transformer Engine's joined norm and projection read one vector.
     """
-    layer = _local_layer_spec(config, {"qk_layernorm": False, "num_experts": None})
+    layer = _local_layer_spec({"qk_layernorm": False, "num_experts": None})
     if first:
         layer.submodules.input_layernorm = NormBesideEmbedding
         layer.submodules.self_attention.submodules.linear_qkv = DoubleInput
@@ -92,7 +92,7 @@ def eagle3_spec(config: TransformerConfig, *, first: bool) -> ModuleSpec:
     return layer
 
 
-def _local_layer_spec(config: TransformerConfig, shared: Mapping[str, Any]) -> ModuleSpec:
+def _local_layer_spec(shared: Mapping[str, Any]) -> ModuleSpec:
     experts = shared["num_experts"] is not None
     layer = copy.deepcopy(
         get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm")

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 from megatron_rlspec.train.optimizer import Learner
-from megatron_rlspec.train.shards import global_names
+from megatron_rlspec.train.shards import global_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -78,9 +78,9 @@ def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:
     By canonical Megatron name. Collective over replicas.
     """
     moments: dict[str, Tensor] = {}
-    names = _canonical(learner.ddp.module)
+    module = learner.ddp.module
     pieces = dict(learner.optimized())
-    for name, parameter in learner.ddp.module.named_parameters():
+    for name, parameter in module.named_parameters():
         exact = torch.promote_types(parameter.dtype, torch.float32)
         whole = torch.zeros(parameter.numel(), dtype=exact, device=parameter.device)
         if name in pieces:
@@ -88,7 +88,7 @@ def under_canonical_names(learner: Learner, moment: str) -> dict[str, Tensor]:
             whole[start : start + inner.numel()] = state[moment].flatten()
         if learner.adam.distributed:
             dist.all_reduce(whole, group=learner.part_of(parameter).replicas)
-        moments[names[name]] = whole.view(parameter.shape)
+        moments[global_name(name, module.config)] = whole.view(parameter.shape)
     return moments
 
 
@@ -99,7 +99,9 @@ def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> Non
     learner.updates_before = int(file["updates"])
     learner.create_moments()
     pieces = dict(learner.optimized())
-    for name, canonical in _canonical(learner.ddp.module).items():
+    module = learner.ddp.module
+    for name, _ in module.named_parameters():
+        canonical = global_name(name, module.config)
         row = family.row(canonical)
         for moment in MOMENTS:
             full = row.layout.fuse([file[f"{moment}.{hf}"] for hf in row.hf])
@@ -108,9 +110,3 @@ def take(learner: Learner, family: NameTable, file: Mapping[str, Tensor]) -> Non
                 inner, start, state = pieces[name]
                 piece = shard[start : start + inner.numel()]
                 state[moment].copy_(piece.view(state[moment].shape))
-
-
-def _canonical(module: nn.Module) -> dict[str, str]:
-    """Map every parameter's name in the module to its canonical name."""
-    by_tensor = {id(tensor): name for name, tensor in global_names(module, module.config).items()}
-    return {name: by_tensor[id(parameter)] for name, parameter in module.named_parameters()}

@@ -30,17 +30,18 @@ def family(hf_config: Mapping[str, Any]) -> NameTable:
     return name_table({**hf_config, "num_nextn_predict_layers": layers}, spec=spec)
 
 
-def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
-    """Return this rank's parameters and router biases by canonical name, with global layer and expert numbers."""
+def global_name(name: str, config: TransformerConfig) -> str:
+    """Return the canonical name of this rank's parameter, with global layer and expert numbers."""
     offset = get_transformer_layer_offset(config)
     first_expert = ps.get_expert_model_parallel_rank() * _experts_of_a_rank(config)
+    name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
+    return _expert_later(name, first_expert)
 
-    def renumber(name: str) -> str:
-        name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
-        return _expert_later(name, first_expert)
 
+def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
+    """Return this rank's parameters and router biases by `global_name`."""
     tensors = dict(module.named_parameters()) | experts.biases(module)
-    return {renumber(name): tensor for name, tensor in tensors.items()}
+    return {global_name(name, config): tensor for name, tensor in tensors.items()}
 
 
 def load(

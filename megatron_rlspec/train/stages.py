@@ -137,12 +137,9 @@ def _count(table: NameTable, module: nn.Module, config: Any) -> Counter[str]:
     whole    on every tensor-parallel rank
     experts  over tensor- and expert-parallel ranks
     """
-    names: dict[int, str] = {}
-    for name, tensor in shards.global_names(module, config).items():
-        names[id(tensor)] = name
     sizes = Counter[str]()
-    for parameter in module.parameters():
-        name = names[id(parameter)]
+    for own_name, parameter in module.named_parameters():
+        name = shards.global_name(own_name, config)
         if ".local_experts." in name:
             kind = "experts"
         elif table.row(name).cut.dim is not None:
