@@ -1,15 +1,15 @@
 """Estimate what a run needs on its GPUs: the bytes of a trainer rank and of an SGLang engine.
 
 `rlspec train --dry-run` prints these figures. A run gives its engines memory by them. Both refuse what does not fit.
-Everything here is arithmetic. It is a file of its own because `train/` and `rollout/` use it, and never import each
-other.
+`memory_choices.py` chooses by them what the user left open. Everything here is arithmetic. It is a file of its own
+because `train/` and `rollout/` use it, and never import each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.models.config import DRAFTER
@@ -342,153 +342,3 @@ def cache_line(config: Config, kv_tokens: int) -> str:
             "parallel.tensor or placement.tensor"
         )
     return line
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What a run has: GPUs of a node, bytes of one, trainer ranks of a node and of the job.
-
-    hopper  whether the GPUs are of compute capability 9
-    """
-
-    gpus: int
-    gpu: int
-    ranks: int
-    world: int
-    hopper: bool = True
-
-    def colocated(self, config: Config) -> bool:
-        """Return whether engines share the ranks' GPUs."""
-        mode = config.placement.mode
-        return mode == "colocated" or (mode == "auto" and self.ranks >= self.gpus)
-
-
-Launched = Literal["none", "given", "open"]
-
-
-def engines_of(launches: bool, engines_open: bool) -> Launched:
-    """Return what `settled` is told of a run's engines."""
-    if not launches:
-        return "none"
-    return "open" if engines_open else "given"
-
-
-def with_distributed(config: Config, world: int) -> Config:
-    """Return the configuration with optimizer.distributed, which `auto` switches on for several replicas."""
-    if config.optimizer.distributed is not None:
-        return config
-    replicas = world // (config.parallel.tensor * config.parallel.pipeline)
-    distributed = replicas > 1 and config.model.dtype != "float64"
-    return _changed(config, "optimizer", distributed=distributed)
-
-
-def settled(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    parameters: int,
-    rank: RankMemory,
-    machine: Hardware,
-    engines: Launched,
-) -> tuple[Config, list[str]]:
-    """Return the configuration with what it leaves to the run, and a line for each choice.
-
-    parameters  of the model, drafter included
-    rank        a trainer rank between steps
-    engines     that the run launches: none, as rollout.engines and placement.tensor say, or as many as fit best
-    """
-    lines = []
-    colocated = engines != "none" and machine.colocated(config)
-    kept = rank.between_steps if colocated else None
-    if engines == "open":
-        config = _with_engines(config, hf_config, parameters, kept, machine)
-    if config.optimizer.offload is None:
-        offload = False
-        if kept is not None and config.model.dtype == "bfloat16":
-            tokens = _cache_tokens(config, hf_config, parameters, kept, machine)
-            needed = needed_tokens(config, config.rollout.engines)
-            offload = tokens < needed
-        if offload:
-            lines.append(
-                f"optimizer.offload=true: a step's samples need about {needed:,} tokens of an engine's KV cache, which "
-                f"has {tokens:,} beside Adam's state"
-            )
-            kept = replace(rank, offloaded=True).between_steps
-            if engines == "open":
-                config = _with_engines(config, hf_config, parameters, kept, machine)
-        config = _changed(config, "optimizer", offload=offload)
-    if engines == "open":
-        number, tensor = config.rollout.engines, config.placement.tensor
-        if machine.gpus > 1:
-            lines.append(
-                f"rollout.engines={number} and placement.tensor={tensor}, by the KV cache that they hold"
-            )
-    if config.parallel.recompute is None:
-        engine = None
-        if colocated:
-            engine = engine_memory(config, hf_config, machine.gpu, parameters, machine.hopper)
-        total = replace(rank, activations=activation_bytes(config, hf_config)).total
-        room = step_room(machine.gpu, engine)
-        config = _changed(config, "parallel", recompute=total > room)
-        if total > room:
-            lines.append(
-                f"parallel.recompute=true: without it a rank needs about {total / GIB:.0f} GiB, "
-                f"and has {room / GIB:.0f}"
-            )
-    return config, lines
-
-
-def _with_engines(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    parameters: int,
-    kept: int | None,
-    machine: Hardware,
-) -> Config:
-    """Return the configuration with the smallest engines that hold a step's samples, else with those that hold most.
-
-    kept  bytes that a trainer rank keeps on each GPU of an engine; None: engines have GPUs of their own
-    """
-    free = machine.gpus if kept is not None else machine.gpus - machine.ranks
-    heads = int(hf_config["num_attention_heads"])
-    kv_heads = int(hf_config.get("num_key_value_heads") or heads)
-    best, most = config, 0
-    for tensor in (1, 2, 4, 8):
-        if (
-            free < tensor
-            or free % tensor
-            or heads % tensor
-            or (kv_heads % tensor and tensor % kv_heads)
-        ):
-            continue
-        number = free // tensor
-        changed = _changed(config, "rollout", engines=number)
-        changed = _changed(changed, "placement", tensor=tensor)
-        tokens = _cache_tokens(changed, hf_config, parameters, kept, machine)
-        if not most or number * tokens > most:
-            best, most = changed, number * tokens
-        if tokens >= needed_tokens(changed, number):
-            return changed
-    return best
-
-
-def _cache_tokens(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    parameters: int,
-    kept: int | None,
-    machine: Hardware,
-) -> int:
-    """Return the tokens that an engine's KV cache holds; 0 if the engine does not fit.
-
-    kept  as for `_with_engines`
-    """
-    engine = engine_memory(config, hf_config, machine.gpu, parameters, machine.hopper)
-    try:
-        return engine_share(engine, machine.gpu, kept).kv_tokens
-    except ConfigError:
-        return 0
-
-
-def _changed(config: Config, section: str, **values: Any) -> Config:
-    table = getattr(config, section).model_copy(update=values)
-    return config.model_copy(update={section: table})

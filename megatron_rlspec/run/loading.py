@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec import custom, memory_estimate
+from megatron_rlspec import custom, memory_choices, memory_estimate
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, words
-from megatron_rlspec.memory_estimate import Hardware, cache_line
+from megatron_rlspec.memory_choices import Hardware
+from megatron_rlspec.memory_estimate import cache_line
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.hf_files import LazyTensors
@@ -211,14 +212,16 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
         return config
     machine = hardware()
     world = machine.world
-    config = memory_estimate.with_distributed(config, world)
+    config = memory_choices.with_distributed(config, world)
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
     parameters, experts = placement.count_parameters(tensors)
     rollout = config.rollout
     launches = config.generates(command) and rollout.engine == "sglang" and not rollout.urls
-    engines = memory_estimate.engines_of(launches, engines_open)
     rank = memory_estimate.trainer_memory(config, hf_config, parameters, experts, world)
-    config, lines = memory_estimate.settled(config, hf_config, parameters, rank, machine, engines)
+    fit = memory_choices.Fit(hf_config, parameters, machine)
+    config, lines = memory_choices.settled(
+        config, fit, rank, launches=launches, engines_open=engines_open
+    )
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             print(f"rlspec {command}: {line}", flush=True)

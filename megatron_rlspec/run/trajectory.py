@@ -27,6 +27,7 @@ from megatron_rlspec import wire
 from megatron_rlspec.config import ConfigError, ReplayConfig
 from megatron_rlspec.host import ranks
 from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.hf_files import LazyTensors
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 from megatron_rlspec.push.push import exporting
 from megatron_rlspec.run.recording import Records

@@ -6,18 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.memory_choices import Fit, Hardware, settled, with_distributed
 from megatron_rlspec.memory_estimate import (
     GIB,
-    Hardware,
     RankMemory,
     cache_line,
     check_rank,
     engine_memory,
     engine_share,
-    engines_of,
-    settled,
     step_room,
-    with_distributed,
 )
 from megatron_rlspec.train import stages
 from megatron_rlspec.train.stages import Stage
@@ -69,13 +66,15 @@ def _settled(
 ) -> tuple[Config, list[str]]:
     """Return the configuration with what a run on `world` GPUs of one node chooses, and a line for each choice."""
     built = stages.build(config, hf_config, world)
-    rank = built[-1].memory
-    all_parameters = sum(stages.parameters(built))
-    launches = config.rollout.engine == "sglang" and not config.rollout.urls
-    # With placement.mode=disaggregated the number of GPUs is not known.
-    is_open = engines_open and config.placement.mode != "disaggregated"
     machine = Hardware(gpus=world, gpu=gpu, ranks=world, world=world)
-    return settled(config, hf_config, all_parameters, rank, machine, engines_of(launches, is_open))
+    return settled(
+        config,
+        Fit(hf_config, sum(stages.parameters(built)), machine),
+        built[-1].memory,
+        launches=config.rollout.engine == "sglang" and not config.rollout.urls,
+        # With placement.mode=disaggregated the number of GPUs is not known.
+        engines_open=engines_open and config.placement.mode != "disaggregated",
+    )
 
 
 def _layout(config: Config, world: int) -> str:

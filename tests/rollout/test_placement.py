@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec import memory_estimate
+from megatron_rlspec import memory_choices, memory_estimate
 from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.memory_estimate import GIB, EngineMemory, Need, RankMemory, needs
 from megatron_rlspec.rollout import placement
@@ -289,15 +289,16 @@ ANSWERS_OF_16K = {
     "rollout.max_new_tokens": "16384",
     "train.tokens_per_micro_batch": "17408",
 }
-NODE = memory_estimate.Hardware(gpus=8, gpu=int(79.2 * GIB), ranks=8, world=8)
+NODE = memory_choices.Hardware(gpus=8, gpu=int(79.2 * GIB), ranks=8, world=8)
 
 
-def settled(options, machine=NODE, engines="open"):
+def settled(options, machine=NODE, engines_open=True):
     """Return the configuration of a run of an 8B model with a drafter, its choices, and its layout."""
-    config = memory_estimate.with_distributed(load(None, ANSWERS_OF_16K | options), machine.world)
+    config = memory_choices.with_distributed(load(None, ANSWERS_OF_16K | options), machine.world)
     size = 8_590_000_000
     rank = memory_estimate.trainer_memory(config, QWEN3_8B, size, 0, machine.world)
-    config, lines = memory_estimate.settled(config, QWEN3_8B, size, rank, machine, engines)
+    fit = memory_choices.Fit(QWEN3_8B, size, machine)
+    config, lines = memory_choices.settled(config, fit, rank, launches=True, engines_open=engines_open)
     need = needs(config, QWEN3_8B, machine.gpu, size, 0, machine.world)
     gpus = [str(i) for i in range(machine.gpus)]
     layout = place(gpus, machine.ranks, config.rollout.engines, config.placement.tensor, "auto")
@@ -318,8 +319,8 @@ def test_an_8b_model_at_16k_fits_eight_gpus_with_what_the_run_chooses():
 
 def test_adams_state_leaves_the_gpu_where_the_kv_cache_is_too_small_beside_it():
     many = SPLIT | {"rollout.engines": "8", "rollout.max_running_requests": "64", "rollout.prompts_per_step": "64"}
-    config, lines, layout = settled(many, engines="given")
-    kept, _, beside = settled(many | {"optimizer.offload": "false"}, engines="given")
+    config, lines, layout = settled(many, engines_open=False)
+    kept, _, beside = settled(many | {"optimizer.offload": "false"}, engines_open=False)
     assert config.optimizer.offload and any(line.startswith("optimizer.offload=true: a step's") for line in lines)
     needed = memory_estimate.needed_tokens(config, 8)
     assert beside.kv_tokens < needed
@@ -336,7 +337,7 @@ def test_what_the_user_said_stays():
         "placement.tensor": "4",
         "optimizer.distributed": "false",
     }
-    config, lines, layout = settled(given | {"parallel.recompute": "true"}, engines="given")
+    config, lines, layout = settled(given | {"parallel.recompute": "true"}, engines_open=False)
     assert not config.optimizer.distributed and config.parallel.recompute and not lines
     assert (config.rollout.engines, config.placement.tensor) == (2, 4)
     starved = memory_estimate.cache_line(config, 39_747)
