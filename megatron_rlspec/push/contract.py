@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,47 +47,33 @@ class Verdict:
         }
 
 
-def enforce(
-    version: int,
-    first: Findings,
-    push_again: Callable[[Sequence[str]], Findings] | None,
-    hold: Callable[[str, Sequence[Finding]], object],
-) -> Verdict:
-    """Choose an action for every engine. Pushes once more to engines with a finding.
+def judged(version: int, first: Findings, second: Findings) -> Verdict:
+    """Choose an action for every engine.
 
-    first       findings after the push of `version`, for every engine
-    push_again  pushes all tensors at least to the engines named, and returns the findings after that. None if the push
-                cannot be repeated: the first findings then count as those after the second push
-    hold        disables speculation of an engine; called before the second push, and if speculation must stay off
+    first   findings after the push of `version`, for every engine
+    second  findings after a second push of all tensors, to the engines with a finding at least
     """
-    doubted = [name for name, findings in first.items() if findings]
-    second: Findings = {}
-    if doubted:
-        for name in doubted:
-            hold(name, first[name])
-        second = first if push_again is None else push_again(doubted)
     actions: dict[str, Action] = {}
     records = []
     for name, findings in first.items():
         # The second push may also reach engines without a finding after the first. Then its findings count.
         lasting = second.get(name, ())
-        if not findings and not lasting:
-            actions[name] = "speculate"
-            continue
-        action = decide(lasting)
-        actions[name] = action
-        records.append(_record(version, name, findings, lasting, action))
-        if action == "plain":
-            hold(name, lasting)
+        actions[name] = "speculate"
+        if lasting:
+            target_in_doubt = any(finding.target for finding in lasting)
+            actions[name] = "drop" if target_in_doubt else "plain"
+        if findings or lasting:
+            records.append(
+                {
+                    "event": "health",
+                    "version": version,
+                    "engine": name,
+                    "found": lines(findings),
+                    "after_second_push": lines(lasting),
+                    "action": actions[name],
+                }
+            )
     return Verdict(actions, tuple(records))
-
-
-def decide(findings: Sequence[Finding]) -> Action:
-    """Return the action for one engine, from its findings after the second push."""
-    if not findings:
-        return "speculate"
-    target_in_doubt = any(finding.target for finding in findings)
-    return "drop" if target_in_doubt else "plain"
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
@@ -126,16 +112,3 @@ def release(engine: RolloutEngine) -> None:
         engine.release()
     except EngineError as error:
         logger.warning("speculation could not be turned on again: %s", error)
-
-
-def _record(
-    version: int, name: str, first: Sequence[Finding], second: Sequence[Finding], action: Action
-) -> dict[str, Any]:
-    return {
-        "event": "health",
-        "version": version,
-        "engine": name,
-        "found": lines(first),
-        "after_second_push": lines(second),
-        "action": action,
-    }

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.push.canary import Canary, CanaryResult, canary_metrics
-from megatron_rlspec.push.contract import HealthError, Verdict, enforce, hold, release
+from megatron_rlspec.push.contract import HealthError, Verdict, hold, judged, release
 from megatron_rlspec.push.detectors import Finding, HealthSettings, fingerprint_finding
 from megatron_rlspec.push.push import Pusher, PushReport, Source
 from megatron_rlspec.types import Prompt, Sampling, Scope, SpecConfig
@@ -94,17 +94,21 @@ class Health:
         pushes = [self.pusher.push(version, source, scope)]
         self._held &= self.pusher.engines.keys()  # others have left
 
-        def push_again(names: Sequence[str]) -> dict[str, list[Finding]]:
-            pushes.append(self.pusher.push(version, source, "all", only=names))
-            findings = self._compare(pushes[-1])
-            self._ask(findings, version, predicted, canaries)
-            return findings
-
         first = self._compare(pushes[0])
         # An engine without speculation gets it back only after a good canary.
         if self._canary.due() or self._held or suspicious:
             self._ask(first, version, predicted, canaries)
-        verdict = enforce(version, first, push_again, self._hold)
+        second: dict[str, list[Finding]] = {}
+        doubted = [name for name, findings in first.items() if findings]
+        if doubted:
+            for name in doubted:
+                self._hold(name, first[name])
+            pushes.append(self.pusher.push(version, source, "all", only=doubted))
+            second = self._compare(pushes[-1])
+            self._ask(second, version, predicted, canaries)
+        verdict = judged(version, first, second)
+        for name in verdict.engines("plain"):
+            self._hold(name, second[name])
         for record in verdict.records:
             self.incident(record)
         for name in verdict.engines("speculate"):

@@ -88,7 +88,7 @@ def after_push(
     Engines without the plugin report neither, and are not checked.
 
     `push_again` pushes everything to all engines, under the same version, and returns what it sent; None if the push
-    cannot be repeated. `contract.enforce` decides what follows. Returns `health/*`. Raises HealthError, one line with
+    cannot be repeated. `contract.judged` decides what follows. Returns `health/*`. Raises HealthError, one line with
     engines and tensors, if a target may be wrong: training must not use samples of such an engine.
     """
     engines: dict[str, RolloutEngine] = {url: SlimeEngine(url, api_key) for url in urls}
