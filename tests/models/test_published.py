@@ -7,9 +7,9 @@ from published import BILLIONS, PUBLISHED, REFUSED
 from train_ranks import config, on_ranks
 
 from megatron_rlspec.models.config import ModelConfigError, check_config
-from megatron_rlspec.models.directory import expected_shape
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.models.rope import Rope
+from megatron_rlspec.models.shapes import expected_shape
 from megatron_rlspec.train import dry_run
 
 
