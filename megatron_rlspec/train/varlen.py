@@ -1,7 +1,7 @@
 """Causal attention over packed sequences of any lengths, in memory linear in the tokens: flash attention, or blocks.
 
-On a GPU in 16 bits the kernels are torch's own build of FlashAttention-2. For other types and head sizes the same two
-functions run in plain torch, one block of query rows at a time.
+On a GPU in 16 bits the kernels are torch's own build of FlashAttention-2. For other types and head sizes plain torch
+computes one block of query rows at a time, in float32 or float64.
 
 Shapes: t query rows, T key rows, n query heads, g key/value heads, d channels of a head.
 """
@@ -138,18 +138,20 @@ def _blocked(
     pieces: Varlen,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    exact = torch.promote_types(q.dtype, torch.float32)
+    dtype = q.dtype
+    exact = torch.promote_types(dtype, torch.float32)
     heads = q.shape[1]
+    q, k, v = (x.to(exact) for x in (q, k, v))
     q = _by_group(q, k)
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:-1], dtype=exact)
+    lse = q.new_empty(q.shape[:-1])
     for rows, keys in _blocks(pieces, heads):
         scores = _scores(q[rows], k[keys], scale)
         lse_b = scores.logsumexp(-1)
         p = scores.sub_(lse_b[..., None]).exp_()
-        out[rows] = torch.einsum("grij,jgd->igrd", p.to(v.dtype), v[keys])
+        out[rows] = torch.einsum("grij,jgd->igrd", p, v[keys])
         lse[rows] = lse_b.permute(2, 0, 1)
-    return out.flatten(1, 2), lse.flatten(1, 2)
+    return out.flatten(1, 2).to(dtype), lse.flatten(1, 2)
 
 
 def _blocked_backward(
@@ -162,22 +164,23 @@ def _blocked_backward(
     pieces: Varlen,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    delta = (grad.to(lse.dtype) * out).sum(-1)
+    dtype = q.dtype
     heads = q.shape[1]
+    grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
+    delta = (grad * out).sum(-1)
     grad, q, lse, delta = (_by_group(x, k) for x in (grad, q, lse, delta))
     dq = torch.empty_like(q)
-    dk = torch.zeros_like(k, dtype=lse.dtype)
-    dv = torch.zeros_like(dk)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     for rows, keys in _blocks(pieces, heads):
         scores = _scores(q[rows], k[keys], scale)
         p = scores.sub_(lse[rows].permute(1, 2, 0)[..., None]).exp_()
-        dv[keys] += torch.einsum("grij,igrd->jgd", p.to(grad.dtype), grad[rows])
-        dp = torch.einsum("igrd,jgd->grij", grad[rows], v[keys])
-        ds = dp.to(p.dtype).sub_(delta[rows].permute(1, 2, 0)[..., None])
-        ds = ds.mul_(p).mul_(scale).to(q.dtype)
+        dv[keys] += torch.einsum("grij,igrd->jgd", p, grad[rows])
+        ds = torch.einsum("igrd,jgd->grij", grad[rows], v[keys])
+        ds.sub_(delta[rows].permute(1, 2, 0)[..., None]).mul_(p).mul_(scale)
         dq[rows] = torch.einsum("grij,jgd->igrd", ds, k[keys])
         dk[keys] += torch.einsum("grij,igrd->jgd", ds, q[rows])
-    return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.flatten(1, 2).to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
@@ -200,12 +203,10 @@ def _by_group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return scores `[g, n / g, rows, keys]`, in float32 or float64; the last row sees all keys."""
+    """Return scores `[g, n / g, rows, keys]`; the last row sees all keys."""
     rows = len(q)
     keys = len(k)
-    exact = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.einsum("igrd,jgd->grij", q, k)
-    scores = scores.to(exact).mul_(scale)
+    scores = torch.einsum("igrd,jgd->grij", q, k).mul_(scale)
     hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
     hidden.triu_(1 + keys - rows)
     return scores.masked_fill_(hidden, -math.inf)
