@@ -132,9 +132,12 @@ def use_layout(parallel: ParallelConfig) -> None:
 
 
 def batches(chosen: list[Sample], config: Config, *, budget: int = 160, some=False) -> list[PackedBatch]:
-    """Return the batches of this rank of the running job; the drafter learns `some` samples."""
+    """Return the batches of this rank of the running job, if there is one; the drafter learns `some` samples."""
+    from megatron.core import parallel_state as ps
+
     from megatron_rlspec.train import runtime
 
+    place = runtime.placement() if ps.model_parallel_is_initialized() else {}
     parallel = config.parallel
     draw = np.random.default_rng(7)
     advantages = draw.normal(size=len(chosen))
@@ -148,7 +151,7 @@ def batches(chosen: list[Sample], config: Config, *, budget: int = 160, some=Fal
         advantages=advantages.tolist(),
         drafter_weights=weights.tolist(),
         multiple=parallel.tensor if parallel.sequence else 1,
-        **runtime.placement(),
+        **place,
     )
 
 
