@@ -50,15 +50,20 @@ class Drafter(MegatronModule):
 
     depth                 D
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
-    recompute             compute the layers again in the backward pass
+    recompute             compute the layers again in the backward pass, as the policy's are
     layers                their number
     """
 
-    depth: int
     layers = 1
-    rope: Rope
-    recompute: bool
     zero_first_embedding = False
+
+    def __init__(
+        self, policy: TransformerConfig, own: TransformerConfig, depth: int, rope: Rope
+    ) -> None:
+        super().__init__(config=own)
+        self.depth = depth
+        self.rope = rope
+        self.recompute = policy.recompute_granularity == "full"
 
     def forward(
         self,
@@ -147,11 +152,8 @@ class MTPDrafter(Drafter):
             recompute_granularity=None,
             recompute_method=None,
         )
-        super().__init__(config=own)
-        self.depth = depth
+        super().__init__(config, own, depth, rope)
         self.zero_first_embedding = zero_first_embedding
-        self.rope = rope
-        self.recompute = config.recompute_granularity == "full"
         with runtime.own_random_stream(seed):
             # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
             groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -193,10 +195,7 @@ class Eagle3Drafter(Drafter):
         seed: int,
     ) -> None:
         own = _eagle3_config(config, drafter)
-        super().__init__(config=own)
-        self.depth = depth
-        self.rope = Rope.of(drafter)
-        self.recompute = config.recompute_granularity == "full"
+        super().__init__(config, own, depth, Rope.of(drafter))
         width = own.hidden_size
         std = drafter.get("initializer_range", 0.02)
         plain: dict[str, Any] = {"bias": False, "dtype": own.params_dtype}
