@@ -87,14 +87,11 @@ def _batch(trainer: Trainer) -> PackedBatch:
     )[0]
 
 
-class Untrained:
-    """In place of a `Learner`: no optimizer, and gradients that are freed when they are complete."""
-
-    def __init__(self, module: nn.Module, *_: Any, **__: Any) -> None:
-        self.ddp = module
-        self.finalize = None
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+def untrained(learner: Any, module: nn.Module, *_: Any, **__: Any) -> None:
+    """Stand in for `Learner.__init__`: no optimizer, and gradients that are freed when they are complete."""
+    learner.ddp = module
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
 
 
 def _balanced(self: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:

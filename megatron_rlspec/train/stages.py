@@ -25,8 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_rlspec.config import Config, ParallelConfig
 from megatron_rlspec.memory_estimate import RankMemory, rank_memory
 from megatron_rlspec.models.names import NameTable
-from megatron_rlspec.train import drafter_step, runtime, shards, step
-from megatron_rlspec.train.activations import Activations, Untrained, measure_micro_batch
+from megatron_rlspec.train import runtime, shards
+from megatron_rlspec.train.activations import Activations, measure_micro_batch, untrained
+from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.step import Trainer
 
 _META = torch.device("meta")
@@ -167,8 +168,7 @@ def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
     replaced = [
         (runtime, "device", lambda: _META),
         (runtime, "device_options", options.copy),
-        (step, "Learner", Untrained),
-        (drafter_step, "Learner", Untrained),
+        (Learner, "__init__", untrained),
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
