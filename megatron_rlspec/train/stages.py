@@ -169,6 +169,8 @@ def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
         (runtime, "device", lambda: _META),
         (runtime, "device_options", options.copy),
         (Learner, "__init__", untrained),
+        # where Megatron's layers put their weights
+        (torch.cuda, "current_device", lambda: _META),
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -180,8 +182,6 @@ def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         runtime.init_distributed(parallel, config.train.seed)
-        # where Megatron's layers put their weights
-        replaced.append((torch.cuda, "current_device", lambda: _META))
         with ExitStack() as stack:
             for owner, name, value in replaced:
                 stack.enter_context(mock.patch.object(owner, name, value))
