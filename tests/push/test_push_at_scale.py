@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rlspec.push import bucket, push
+from megatron_rlspec.push import bucket, feed, push
 from megatron_rlspec.push.bucket import Memory
 from megatron_rlspec.rollout.sglang.client import transport
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -243,7 +243,7 @@ def virtual(monkeypatch):
     """Replace threads by the clock's, and give buckets the size that they have on a GPU."""
     global clock
     clock = Clock()
-    for module in (push, bucket):
+    for module in (feed, bucket):
         monkeypatch.setattr(module, "threading", SimpleNamespace(Condition=Condition))
     for module in (push, transport):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Executor)
