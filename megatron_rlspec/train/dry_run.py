@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rlspec.config import Config, ConfigError
+from megatron_rlspec.config import Config, ConfigError, ParallelConfig
 from megatron_rlspec.memory_choices import Fit, Hardware, settled, with_distributed
 from megatron_rlspec.memory_estimate import (
     GIB,
@@ -51,7 +51,7 @@ def report(
     yield _layout(config, world)
     tokens = config.train.tokens_per_micro_batch
     yield f"memory in GiB; activations: of micro-batches of {tokens:,} tokens; workspaces and fragmentation come on top"
-    yield from _table(config, world, built)
+    yield from _table(config.parallel, world, built)
     if gpu_gib is None:
         return
     most = largest.total / GIB
@@ -81,7 +81,7 @@ def _layout(config: Config, world: int) -> str:
     parallel = config.parallel
     line = (
         f"{world} ranks = tensor {parallel.tensor} x context {parallel.context} "
-        f"x data {stages.replicas(config, world)} x pipeline {parallel.pipeline}"
+        f"x data {stages.replicas(parallel, world)} x pipeline {parallel.pipeline}"
     )
     if parallel.sequence:
         line += ", sequence parallel"
@@ -92,10 +92,10 @@ def _layout(config: Config, world: int) -> str:
     return line
 
 
-def _table(config: Config, world: int, built: list[Stage]) -> Iterator[str]:
+def _table(parallel: ParallelConfig, world: int, built: list[Stage]) -> Iterator[str]:
     """Yield a line of names, and a line for each rank."""
     axes = ["tensor", "context", "data", "pipeline"]
-    if config.parallel.expert > 1:
+    if parallel.expert > 1:
         axes.insert(3, "expert")
     widths = {"rank": 4}
     widths |= {axis: max(4, len(axis)) for axis in axes}
@@ -103,7 +103,7 @@ def _table(config: Config, world: int, built: list[Stage]) -> Iterator[str]:
     widths |= {part: max(9, len(part)) for part in _MEMORY}
     yield " ".join(f"{name:>{width}}" for name, width in widths.items())
     for rank in range(world):
-        coordinates = stages.place(rank, config, world)
+        coordinates = stages.place(rank, parallel, world)
         stage = built[coordinates["pipeline"]]
         cells = {"rank": str(rank)}
         cells |= {axis: str(coordinates[axis]) for axis in axes}

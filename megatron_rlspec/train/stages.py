@@ -68,15 +68,14 @@ def parameters(built: list[Stage]) -> tuple[int, int]:
     return policy, drafter
 
 
-def place(rank: int, config: Config, world: int) -> dict[str, int]:
+def place(rank: int, parallel: ParallelConfig, world: int) -> dict[str, int]:
     """Return a rank's coordinates in Megatron's order: tensor varies fastest, then context, data, pipeline.
 
     `expert` is the rank's number among its stage's context and data ranks, modulo `parallel.expert`.
     """
-    parallel = config.parallel
     rank, tensor = divmod(rank, parallel.tensor)
     rank, context = divmod(rank, parallel.context)
-    pipeline, data = divmod(rank, replicas(config, world))
+    pipeline, data = divmod(rank, replicas(parallel, world))
     expert = (context + parallel.context * data) % parallel.expert
     return {
         "tensor": tensor,
@@ -87,9 +86,8 @@ def place(rank: int, config: Config, world: int) -> dict[str, int]:
     }
 
 
-def replicas(config: Config, world: int) -> int:
+def replicas(parallel: ParallelConfig, world: int) -> int:
     """Return the data-parallel size."""
-    parallel = config.parallel
     return world // (parallel.tensor * parallel.pipeline * parallel.context)
 
 

@@ -187,7 +187,7 @@ def places(layout):
                 }
             )
     assert not dist.is_initialized()
-    return found, [stages.place(rank, cfg, 16) for rank in range(16)]
+    return found, [stages.place(rank, cfg.parallel, 16) for rank in range(16)]
 
 
 def test_ranks_have_the_coordinates_that_megatron_gives_them():
