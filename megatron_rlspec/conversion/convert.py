@@ -33,7 +33,7 @@ from megatron_rlspec.models.config import DRAFTER, STATED, refusal
 from megatron_rlspec.models.directory import check_model, read_config
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
-from megatron_rlspec.models.lazy import Lazy, fused
+from megatron_rlspec.models.lazy import Lazy, Makers, fused
 from megatron_rlspec.models.names import NameTable, name_table
 
 Kind = Literal["hf", "megatron"]
@@ -85,7 +85,7 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
             return torch.cat((eye, torch.zeros_like(eye)), dim=1)
         return torch.full_like(norm, embedding_rms() - zero)
 
-    makers = {}
+    makers: Makers = {}
     for name in table.rows:
         makers[name] = partial(made if name.startswith("mtp.") else source.__getitem__, name)
     return Lazy(makers)

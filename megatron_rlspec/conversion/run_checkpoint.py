@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rlspec.models.config import STATED
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
-from megatron_rlspec.models.lazy import Lazy
+from megatron_rlspec.models.lazy import Lazy, Makers
 from megatron_rlspec.models.names import NameTable, canonical
 from megatron_rlspec.models.tensor_file import TensorFile
 
@@ -112,7 +112,7 @@ def tensors_of(path: Path, table: NameTable, size: int) -> Lazy:
     for shard in _renumbered(_shards(path)):
         for name, own in shard.names.items():
             parts.setdefault(name, []).append((shard.file, own))
-    makers = {}
+    makers: Makers = {}
     for name in table.rows:
         if name not in parts:
             continue

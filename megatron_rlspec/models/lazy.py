@@ -9,11 +9,13 @@ from torch import Tensor
 
 from megatron_rlspec.models.names import NameTable
 
+Makers = dict[str, Callable[[], Tensor]]
+
 
 class Lazy(Mapping[str, Tensor]):
     """Maps names to what their functions return."""
 
-    def __init__(self, makers: dict[str, Callable[[], Tensor]]) -> None:
+    def __init__(self, makers: Makers) -> None:
         self.makers = makers
 
     def __getitem__(self, name: str) -> Tensor:
@@ -28,7 +30,7 @@ class Lazy(Mapping[str, Tensor]):
 
 def fused(table: NameTable, tensors: Mapping[str, Tensor]) -> Lazy:
     """Return full tensors by canonical Megatron name: those whose Hugging Face tensors are all in `tensors`."""
-    makers = {}
+    makers: Makers = {}
     for name, row in table.rows.items():
         if all(hf in tensors for hf in row.hf):
             makers[name] = partial(_fused, table, name, tensors)
