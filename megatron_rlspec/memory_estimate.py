@@ -8,7 +8,7 @@ because `train/` and `rollout/` use it, and never import each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rlspec.config import Config, ConfigError
