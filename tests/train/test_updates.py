@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_parallel_equality import PLAIN, build, own_batches, state
-from train_ranks import HF_CONFIG, config, on_ranks, samples
+from train_ranks import HF_CONFIG, config, digest, on_ranks, samples
 
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.packing.pack import pack
@@ -170,3 +170,30 @@ def test_the_share_of_skipped_updates_is_recorded():
     ((metrics, steps, prediction),) = on_ranks(1, one_update_of_two_is_broken)
     assert metrics["policy/skipped"] == 0.5 and steps == 1 and not math.isfinite(metrics["policy/loss"])
     assert metrics["drafter/skipped"] == 0 and math.isfinite(metrics["drafter/objective"]) and prediction is not None
+
+
+def drifted():
+    """Return the drift before and after a step, and the same from all logits."""
+    trainer = build(PLAIN | {"dtype": "float64"})
+    batches = own_batches(trainer)
+
+    def logp_of_trained(batch, packed, hidden):
+        return (hidden[:, 0][batch.loss_mask != 0] @ trainer.policy.head_weight().T).log_softmax(-1)
+
+    trainer.keep_reference()
+    start = trainer.reference.drift(batches)
+    before = torch.cat(trainer.read(batches, logp_of_trained))
+    trainer.train_step(batches, objective="sft")
+    now = digest(trainer.policy.parameters())
+    found = trainer.reference.drift(batches)
+    after = torch.cat(trainer.read(batches, logp_of_trained))
+    kl = (after.exp() * (after - before)).sum(-1).mean()
+    changed = (after.argmax(-1) != before.argmax(-1)).double().mean()
+    same = now == digest(trainer.policy.parameters())
+    return start, found, {"drift/kl": float(kl), "drift/changed": float(changed)}, same
+
+
+def test_drift_is_measured_on_whole_distributions():
+    ((start, found, expected, same),) = on_ranks(1, drifted)
+    assert start == {"drift/kl": 0, "drift/changed": 0} and same
+    assert found == pytest.approx(expected, rel=1e-9) and expected["drift/changed"] > 0
