@@ -84,6 +84,13 @@ class CostTable:
     def tps(self) -> tuple[int, ...]:
         return tuple(sorted({row.tp for row in self.rounds}))
 
+    @property
+    def tp(self) -> int:
+        """Return the size of a table of one, which costs are of. Raises CostTableError for a table of several."""
+        if len(self.tps) > 1:
+            raise CostTableError(f"cost table holds tp={list(self.tps)}: choose one of them")
+        return self.tps[0]
+
     def at(self, tp: int) -> CostTable:
         """Return the rows of one tensor-parallel size as a table. Raises CostTableError if there are none."""
         return self.of_sizes([tp])
@@ -95,8 +102,10 @@ class CostTable:
     def of_sizes(self, tps: Iterable[int]) -> CostTable:
         """Return the rows of these tensor-parallel sizes as a table. Raises CostTableError if one has none."""
         wanted = set(tps)
-        for tp in wanted:
-            self.check(tp)
+        for tp in wanted - set(self.tps):
+            raise CostTableError(
+                f"cost table holds tp={list(self.tps)}, but this engine runs tp={tp}"
+            )
         rounds = [row for row in self.rounds if row.tp in wanted]
         prefill = [row for row in self.prefill if row.tp in wanted]
         unverified = [row for row in self.unverified if row.tp in wanted]
@@ -104,25 +113,18 @@ class CostTable:
             self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms, unverified
         )
 
-    def check(self, tp: int) -> None:
-        """Raise CostTableError if the table holds no round of this tensor-parallel size."""
-        if tp not in self.tps:
-            raise CostTableError(
-                f"cost table holds tp={list(self.tps)}, but this engine runs tp={tp}"
-            )
+    def configs(self) -> tuple[SpecConfig, ...]:
+        """Return the configurations measured, OFF first."""
+        return tuple(sorted({row.config for row in self.rounds}))
 
-    def configs(self, tp: int | None = None) -> tuple[SpecConfig, ...]:
-        """Return the configurations measured at this TP, OFF first."""
-        return tuple(sorted({row.config for row in self._rows(tp)}))
+    def batches(self) -> tuple[int, ...]:
+        return tuple(sorted({row.batch for row in self.rounds}))
 
-    def batches(self, tp: int | None = None) -> tuple[int, ...]:
-        return tuple(sorted({row.batch for row in self._rows(tp)}))
-
-    def lengths(self, tp: int | None = None) -> tuple[float, ...]:
+    def lengths(self) -> tuple[float, ...]:
         """Return the measured mean contexts, in tokens per request."""
-        return tuple(sorted({row.context_tokens / row.batch for row in self._rows(tp)}))
+        return tuple(sorted({row.context_tokens / row.batch for row in self.rounds}))
 
-    # Costs
+    # Costs, of a table of one size
 
     def grid(
         self,
@@ -130,44 +132,39 @@ class CostTable:
         batch: np.ndarray,
         context: np.ndarray,
         drafts: np.ndarray | None = None,
-        *,
-        tp: int | None = None,
     ) -> np.ndarray:
         """Compute ms of a round, `[configs, *broadcast(batch, context)]`, as `Roofline.grid` does.
 
         context  tokens of the whole batch
         """
-        surfaces = [self._surface(config, tp) for config in configs]
+        surfaces = [self._surface(config) for config in configs]
         if drafts is None:
             return np.stack([surface.ms(batch, context) for surface in surfaces])
-        undrafted = self._undrafted[self._tp(tp)]
-        if len(surfaces) == 1:
-            return surfaces[0].uneven(batch, context, drafts, undrafted)
+        each = [drafts] if len(surfaces) == 1 else drafts[:, None]
         rows = []
-        for surface, count in zip(surfaces, drafts[:, None], strict=True):
+        for surface, count in zip(surfaces, each, strict=True):
             if surface.config.off:
                 rows.append(surface.ms(batch, context)[None])
             else:
-                rows.append(surface.uneven(batch, context, count, undrafted))
+                rows.append(surface.uneven(batch, context, count, self._undrafted))
         return np.concatenate(rows)
 
-    def ms(self, config: SpecConfig, batch: float, context: float, tp: int | None = None) -> float:
-        return float(self._surface(config, tp).ms(np.array(batch), np.array(context)))
+    def ms(self, config: SpecConfig, batch: float, context: float) -> float:
+        return float(self._surface(config).ms(np.array(batch), np.array(context)))
 
-    def prefill_ms(self, tokens: float, batch: int = 1, tp: int | None = None) -> float:
+    def prefill_ms(self, tokens: float, batch: int = 1) -> float:
         """Estimate the ms of a prefill of `tokens` new tokens, from the nearest measured batch.
 
         It is linear between measured token counts, and continues with the last slope. Raises CostTableError without
         prefill rows.
         """
-        tp = self._tp(tp)
-        rows = [row for row in self.prefill if row.tp == tp]
-        if not rows:
+        tp = self.tp
+        if not self.prefill:
             raise CostTableError(
                 f"{self.provenance.model}: no prefill row for tp={tp}; measure with `rlspec profile`"
             )
-        nearest = min({row.batch for row in rows}, key=lambda measured: abs(measured - batch))
-        rows = [row for row in rows if row.batch == nearest]
+        nearest = min(self.prefill, key=lambda row: abs(row.batch - batch)).batch
+        rows = [row for row in self.prefill if row.batch == nearest]
         counts = np.array([row.tokens for row in rows], float)
         ms = np.array([row.ms for row in rows])
         if len(rows) == 1 or tokens <= counts[-1]:
@@ -175,9 +172,9 @@ class CostTable:
         slope = max((ms[-1] - ms[-2]) / (counts[-1] - counts[-2]), 0.0)
         return float(ms[-1] + slope * (tokens - counts[-1]))
 
-    def fit_error(self, tp: int | None = None) -> float:
+    def fit_error(self) -> float:
         """Return the median relative error of the fitted roofline on the measured points."""
-        return self._fits[self._tp(tp)][1]
+        return self._fit[1]
 
     # Files
 
@@ -240,52 +237,36 @@ class CostTable:
         """Write the whole file or none of it. Raises OSError."""
         files.write(path, _one_row_a_line(self.to_json()))
 
-    def _tp(self, tp: int | None) -> int:
-        if tp is not None:
-            self.check(tp)
-            return tp
-        if len(self.tps) > 1:
-            raise CostTableError(f"cost table holds tp={list(self.tps)}: choose one of them")
-        return self.tps[0]
-
-    def _rows(self, tp: int | None) -> list[RoundCost]:
-        tp = self._tp(tp)
-        return [row for row in self.rounds if row.tp == tp]
+    @cached_property
+    def _fit(self) -> tuple[Roofline, float]:
+        return Roofline.fit((row.config, *_point(row), row.ms) for row in self.rounds)
 
     @cached_property
-    def _fits(self) -> dict[int, tuple[Roofline, float]]:
-        fits = {}
-        for tp in self.tps:
-            measured = [(row.config, *_point(row), row.ms) for row in self._rows(tp)]
-            fits[tp] = Roofline.fit(measured)
-        return fits
-
-    @cached_property
-    def _surfaces(self) -> dict[tuple[int, SpecConfig], _Surface]:
+    def _surfaces(self) -> dict[SpecConfig, _Surface]:
         return self._surfaces_of(self.rounds)
 
     @cached_property
-    def _undrafted(self) -> dict[int, _Surface]:
-        """Return the surface of rounds that verify no draft, by tensor-parallel size."""
+    def _undrafted(self) -> _Surface:
+        """Return the surface of rounds that verify no draft."""
         surfaces = self._surfaces_of(self.unverified, verified=0.0)
-        return {tp: surface for (tp, _), surface in surfaces.items()}
+        return surfaces[max(surfaces)]
 
     def _surfaces_of(
         self, rounds: Iterable[RoundCost], verified: float | None = None
-    ) -> dict[tuple[int, SpecConfig], _Surface]:
-        points: dict[tuple[int, SpecConfig], dict[Point, float]] = {}
+    ) -> dict[SpecConfig, _Surface]:
+        points: dict[SpecConfig, dict[Point, float]] = {}
         for row in rounds:
-            points.setdefault((row.tp, row.config), {})[_point(row)] = row.ms
+            points.setdefault(row.config, {})[_point(row)] = row.ms
         surfaces = {}
-        for (tp, config), measured in points.items():
-            surfaces[tp, config] = _Surface(config, measured, self._fits[tp][0], verified)
+        for config, measured in points.items():
+            surfaces[config] = _Surface(config, measured, self._fit[0], verified)
         return surfaces
 
-    def _surface(self, config: SpecConfig, tp: int | None) -> _Surface:
-        tp = self._tp(tp)
-        surface = self._surfaces.get((tp, config))
+    def _surface(self, config: SpecConfig) -> _Surface:
+        tp = self.tp
+        surface = self._surfaces.get(config)
         if surface is None:
-            configs = ", ".join(map(str, self.configs(tp)))
+            configs = ", ".join(map(str, self.configs()))
             raise CostTableError(f"cost table holds no {config} at tp={tp}; it holds {configs}")
         return surface
 

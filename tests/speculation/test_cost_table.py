@@ -152,7 +152,7 @@ def test_a_table_without_plain_decoding_is_refused():
 
 def test_a_table_for_something_else_is_refused():
     with pytest.raises(CostTableError, match="this engine runs tp=4"):
-        table().check(4)
+        table().at(4)
     with pytest.raises(CostTableError, match="holds no k2"):
         table().ms(SpecConfig(2), 1, 100)
 

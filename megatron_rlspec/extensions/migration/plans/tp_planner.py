@@ -88,17 +88,17 @@ class TPPlanner:
                 f"cost table holds tp={list(table.tps)}: expected at least two sizes that divide {ranks} ranks; "
                 "measure them with `rlspec profile --tp 1,2`"
             )
-        self.table = table
         self.costs = costs
         self.ranks = ranks
+        self.tables = {tp: table.at(tp) for tp in self.sizes}
         self.paces: dict[int, Pace] = {}
-        for tp in self.sizes:
-            measured = table.configs(tp)
+        for tp, of_size in self.tables.items():
+            measured = of_size.configs()
             usable = [config for config in candidates if config in measured]
             if not usable:
                 wanted = ", ".join(map(str, candidates))
                 raise CostTableError(f"cost table holds none of {wanted} at tp={tp}")
-            self.paces[tp] = Pace(table.at(tp), usable, rates)
+            self.paces[tp] = Pace(of_size, usable, rates)
 
     def decide(self, loads: Sequence[Load], tp: int, cap: int) -> Change | None:
         """Return the change that lets the last sample end earliest, if it pays; None to go on as now.
@@ -175,7 +175,7 @@ class TPPlanner:
         squares = [sample.context**2 for sample in group]
         length = math.sqrt(np.mean(squares))
         try:
-            return self.table.prefill_ms(len(group) * length, len(group), tp)
+            return self.tables[tp].prefill_ms(len(group) * length, len(group))
         except CostTableError:
             return math.inf  # not measured: caches must travel
 
