@@ -194,7 +194,7 @@ class Run:
             context = int(self.context[t])
             config = rule.choose(self.batch, context, drafters.missed)
             accepted, read = drafters.round(config, rule.catch_up, self.rates[t], rng)
-            rule.observe(config, accepted, self.batch - len(accepted))
+            rule.observe(config, accepted)
             i = self.configs.index(config)
             caught_up = self.score.catch_up_ms * read
             ms = float(self.ms[i, t])

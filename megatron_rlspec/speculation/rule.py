@@ -183,13 +183,11 @@ class SpecRule:
         self,
         config: SpecConfig,
         accepted: Sequence[int] | np.ndarray,
-        others: int = 0,
         verified: Sequence[int] | np.ndarray | None = None,
         logq: np.ndarray | None = None,
     ) -> Sequence[float]:
         """Learn how many drafts each request accepted in a round of `config`; it may come some rounds late.
 
-        others    requests of the round for which the drafter had not caught up
         verified  drafts of each request that were verified
         logq      log-probabilities of the drafts among which the round chose [C, k]; None: it verified all. Requests
                   behind the first C verified all

@@ -30,10 +30,10 @@ def chosen(decider):
 
 def test_hold_twice_needs_one_release(decider):
     """For example by a canary and by a push. The second hold must not store "off" as the rule to restore."""
-    control._hold(SETTINGS, None, "canary")
-    control._hold(SETTINGS, None, "push")
+    control._hold(None, "canary")
+    control._hold(None, "push")
     assert chosen(decider) == OFF and decider.held == "push"
-    control._release(SETTINGS, None)
+    control._release(None)
     assert chosen(decider) == SpecConfig(3) and not decider.held
 
 
@@ -62,28 +62,28 @@ def test_of_a_table_of_several_sizes_the_engines_own_counts(decider):
 
 
 def test_a_rule_set_during_a_hold_is_stored(decider):
-    control._hold(SETTINGS, None, "push")
-    control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())
+    control._hold(None, "push")
+    control._set_schedule(None, SpecSchedule.fixed(SpecConfig(1)).to_json())
     assert chosen(decider) == OFF
-    control._set_spec_rule(SETTINGS, None, {"schedule": SpecSchedule.fixed(SpecConfig(1)).to_json()})
+    control._set_spec_rule(None, {"schedule": SpecSchedule.fixed(SpecConfig(1)).to_json()})
     assert chosen(decider) == OFF and decider.held == "push"
-    control._release(SETTINGS, None)
+    control._release(None)
     assert chosen(decider) == SpecConfig(1)
 
 
 def test_what_was_learnt_of_rounds_survives_a_new_rule_and_a_hold(decider):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
-    control._set_spec_rule(SETTINGS, None, rule)
+    control._set_spec_rule(None, rule)
     for _ in range(20):
         config = chosen(decider)
         decider.timed(decisions.DecodeRound(config, 100, None), 1, 7.5)
     learnt = decider.rule.report()["learnt"]
     assert sum(learnt["times"]["timings"]) > 0
-    control._set_spec_rule(SETTINGS, None, rule)
-    control._set_schedule(SETTINGS, None, SpecSchedule.fixed(SpecConfig(1)).to_json())  # a canary
-    control._set_spec_rule(SETTINGS, None, rule)
-    control._hold(SETTINGS, None, "push")
-    control._release(SETTINGS, None)
+    control._set_spec_rule(None, rule)
+    control._set_schedule(None, SpecSchedule.fixed(SpecConfig(1)).to_json())  # a canary
+    control._set_spec_rule(None, rule)
+    control._hold(None, "push")
+    control._release(None)
     assert decider.rule.report()["learnt"]["times"] == learnt["times"]
 
 

@@ -34,7 +34,7 @@ class Machine:
                 self.behind[first] = 0
                 hits = self.rng.random((drafting, config.num_steps)) < np.array(self.rates[: config.num_steps])
                 accepted = np.cumprod(hits, axis=1).sum(axis=1).tolist()
-            self.rule.observe(config, accepted, batch - len(accepted))
+            self.rule.observe(config, accepted)
             caught_up = read * self.cost.catch_up_ms
             ms = self.ms_of(config, batch, length)
             slow = self.rng.lognormal(0, self.noise) * (5 if self.rng.random() < 0.01 else 1)

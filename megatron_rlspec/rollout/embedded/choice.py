@@ -50,7 +50,7 @@ class ConfigChoice:
         It takes over the probe budget of the rule before it, and the time of its next probe.
         """
         own = [list(config.numbers) for config in self.candidates]
-        given = {"candidates": own} | dict(data)
+        given = {"candidates": own, **data}
         given.pop("sharpness", None)  # of the drafts, and not a part of the choice
         rule = SpecRule.from_json(given)
         self.check(rule.candidates)
@@ -66,18 +66,22 @@ class ConfigChoice:
         """Return `SpecRule.report` since the last call; {} under a schedule."""
         return self.chosen.report() if isinstance(self.chosen, SpecRule) else {}
 
-    def choose(
-        self, batch: int, context: int, missed: Callable[[], int]
-    ) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
-        """Return what chooses the next round's configuration, and its choice.
+    @property
+    def deciding(self) -> SpecRule | None:
+        """Return the rule of the next round; None under a schedule."""
+        chooser = self.present
+        return chooser if isinstance(chooser, SpecRule) else None
+
+    def choose(self, batch: int, context: int, missed: Callable[[], int]) -> SpecConfig:
+        """Return the next round's configuration.
 
         missed  returns how many tokens the drafter must run on beyond those of a usual round
         """
         chooser = self.present
-        if isinstance(chooser, SpecRule):
-            behind = missed()
-            return chooser, chooser.choose(batch, context, lambda n: behind, apart=False)
-        return chooser, chooser.choose(batch, context)
+        if isinstance(chooser, SpecSchedule):
+            return chooser.choose(batch, context)
+        behind = missed()
+        return chooser.choose(batch, context, lambda n: behind, apart=False)
 
     def check(self, configs: Iterable[SpecConfig]) -> None:
         """Raise EngineError for a configuration that cannot run."""

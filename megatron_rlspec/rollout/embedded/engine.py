@@ -32,7 +32,6 @@ from megatron_rlspec.rollout.embedded.scheduler import Scheduler
 from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import histogram_of
 from megatron_rlspec.speculation.round_log import RoundLog
-from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import (
     OFF,
     Drafts,
@@ -103,18 +102,12 @@ class EmbeddedEngine:
             )
         self.arch = Architecture.from_hf(hf_config)
         columns = max_length + max_draft_tokens
-        self.model = Decoder(
-            self.arch,
-            dtype,
-            device,
-            TensorParallel(group) if group is not None else Solo(),
-            columns,
-        )
-        if self.arch.taps:
-            if draft_words is None or len(draft_words) != self.arch.draft_words:
-                raise ValueError(
-                    f"an EAGLE-3 drafter needs draft_words, {self.arch.draft_words} token ids"
-                )
+        comm = TensorParallel(group) if group is not None else Solo()
+        self.model = Decoder(self.arch, dtype, device, comm, columns)
+        if self.arch.eagle3:
+            wanted = self.arch.eagle3.draft_vocab_size
+            if draft_words is None or len(draft_words) != wanted:
+                raise ValueError(f"an EAGLE-3 drafter needs draft_words, {wanted} token ids")
             self.model.draft_ids = draft_words.to(device)
         self.cache = Cache(
             self.model, max_running_requests, columns, max_total_tokens, share_prefix
@@ -173,11 +166,11 @@ class EmbeddedEngine:
             with self._lock:
                 for run in runs:
                     self.scheduler.remove(run)
-            error.begun = {
-                run.request.id: Partial.of(run.so_far("aborted"))
-                for run in open_runs
-                if run.response
-            }
+            begun = {}
+            for run in open_runs:
+                if run.response:
+                    begun[run.request.id] = Partial.of(run.so_far("aborted"))
+            error.begun = begun
             raise
         finally:
             with self._lock:
@@ -196,9 +189,10 @@ class EmbeddedEngine:
         earlier update delivered completely. Running samples go back into the queue; their KV cache is recomputed under
         the new weights.
         """
-        mine = {
-            n for n in self.model.tensors if scope == "all" or (scope == "drafter") == is_drafter(n)
-        }
+        mine = set()
+        for name in self.model.tensors:
+            if scope == "all" or (scope == "drafter") == is_drafter(name):
+                mine.add(name)
         with self._lock:
             self._retract()
             self._broken = f"the update to version {version} did not finish"
@@ -228,8 +222,9 @@ class EmbeddedEngine:
             self._broken = ""
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        self.choice.set_schedule(schedule)
-        self.rounds.selection = None
+        with self._lock:
+            self.choice.set_schedule(schedule)
+            self.rounds.selection = None
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         with self._lock:
@@ -330,20 +325,19 @@ class EmbeddedEngine:
         began = time.perf_counter()
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
-        chooser, config = self._choose(rows, context)
+        config = self._choose(rows, context)
         runs = self.scheduler.make_room(runs, self.rounds.columns(rows, config))
         if runs:
-            self._run_round(runs, chooser, config, context, began)
+            self._run_round(runs, config, context, began)
 
-    def _choose(self, rows: np.ndarray, context: int) -> tuple[SpecSchedule | SpecRule, SpecConfig]:
-        """Return what chooses the configuration of a round of these rows, and its choice."""
-        chooser, config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
-        return chooser, config if self.rounds.can_draft(rows).any() else OFF
+    def _choose(self, rows: np.ndarray, context: int) -> SpecConfig:
+        """Return the configuration of a round of these rows."""
+        config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
+        return config if self.rounds.can_draft(rows).any() else OFF
 
     def _run_round(
         self,
         runs: Sequence[ActiveRequest],
-        chooser: SpecSchedule | SpecRule,
         config: SpecConfig,
         context: int,
         began: float,
@@ -358,7 +352,7 @@ class EmbeddedEngine:
         """
         rows = np.array([run.row for run in runs])
         drafting = self.rounds.can_draft(rows) | config.off
-        rule = chooser if isinstance(chooser, SpecRule) else None
+        rule = self.choice.deciding
         if rule is not None:
             self.rounds.selection = rule if rule.selection is not None else None
         committed = self.rounds.round(rows, config, ahead)
@@ -368,7 +362,7 @@ class EmbeddedEngine:
         lone = len(runs) - len(accepted)
         if_all: Sequence[float] = ()
         if rule is not None:
-            histogram = rule.observe(config, accepted, lone, verified, self.rounds.logq)
+            histogram = rule.observe(config, accepted, verified, self.rounds.logq)
             if self.rounds.selection is not None:
                 if_all = histogram
             if rule.learns and not lone and timed:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from megatron_rlspec.models.config import DRAFTER, refusal, stated_ends
 from megatron_rlspec.models.config import PREFIX as EAGLE3
-from megatron_rlspec.models.drafter_config import check_drafter_config
+from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.rope import Rope, kind, settings
 from megatron_rlspec.rollout.embedded.packed import PackedWeights
@@ -24,7 +24,12 @@ from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes read from a Hugging Face `config.json`."""
+    """Sizes read from a Hugging Face `config.json`.
+
+    mtp     whether the checkpoint's MTP layer drafts
+    eagle3  the drafter that does, with the target's attention; None: there is none
+    taps    layers whose inputs it reads
+    """
 
     hidden: int
     intermediate: int
@@ -40,18 +45,13 @@ class Architecture:
     tied: bool
     mtp: bool
     eos: tuple[int, ...]
-    taps: tuple[int, ...] = ()  # layers whose inputs an EAGLE-3 drafter reads; (): there is none
-    eagle3_layers: int = 0  # of that drafter
-    draft_intermediate: int = 0
-    draft_words: int = 0
-    norms_joined: bool = False
-    norms_each: bool = False
-    norm_output: bool = False
+    eagle3: Eagle3 | None = None
+    taps: tuple[int, ...] = ()
 
     @property
     def draft_layers(self) -> int:
         """Return the layers of the drafter; 0: there is none."""
-        return self.eagle3_layers if self.taps else int(self.mtp)
+        return self.eagle3.num_hidden_layers if self.eagle3 else int(self.mtp)
 
     @property
     def drafted_from(self) -> int:
@@ -74,78 +74,67 @@ class Architecture:
             raise ValueError(
                 "the embedded engine has no sliding window; config.json has use_sliding_window = true"
             )
-        own: dict[str, Any] = {}
+        layers = config["num_hidden_layers"]
+        attention = _attention(config)
+        eagle3 = None
         if DRAFTER in config:
-            own = _of_eagle3(config)
+            eagle3 = check_drafter_config(config[DRAFTER], "the EAGLE-3 drafter")
+            _check_same(attention, _attention(config[DRAFTER]))
+        mtp = facts.embedded_drafter and (config.get("num_nextn_predict_layers") or 0) > 0
         return cls(
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
-            heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-            head_dim=config.get("head_dim")
-            or config["hidden_size"] // config["num_attention_heads"],
+            layers=layers,
+            heads=attention["num_attention_heads"],
+            kv_heads=attention["num_key_value_heads"],
+            head_dim=attention["head_dim"],
             vocab=config["vocab_size"],
-            eps=config["rms_norm_eps"],
-            rope=Rope.of(config),
+            eps=attention["rms_norm_eps"],
+            rope=attention["rotary embedding"],
             qk_norm=facts.has_qk_norm(config),
             qkv_bias=facts.stores_qkv_bias(config),
             tied=bool(config.get("tie_word_embeddings", False)),
-            mtp=not own
-            and facts.embedded_drafter
-            and (config.get("num_nextn_predict_layers") or 0) > 0,
+            mtp=mtp and eagle3 is None,
             eos=tuple(stated_ends(config)),
-            **own,
+            eagle3=eagle3,
+            taps=eagle3.taps(layers) if eagle3 else (),
         )
 
     def check_size(self, tp: int) -> None:
         """Raise ValueError if tensor parallelism over `tp` ranks does not divide the model."""
-        for what in (
-            "heads",
-            "kv_heads",
-            "intermediate",
-            "vocab",
-            "draft_intermediate",
-            "draft_words",
-        ):
-            if (size := getattr(self, what)) % tp:
+        sizes = {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "intermediate": self.intermediate,
+            "vocab": self.vocab,
+        }
+        if self.eagle3:
+            sizes["draft_intermediate"] = self.eagle3.intermediate_size
+            sizes["draft_words"] = self.eagle3.draft_vocab_size
+        for what, size in sizes.items():
+            if size % tp:
                 raise ValueError(f"tensor parallel size {tp} does not divide {what}={size}")
 
 
-def _of_eagle3(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `Architecture` that the EAGLE-3 drafter in `config` states. Raises ValueError."""
-    stated = check_drafter_config(config[DRAFTER], "the EAGLE-3 drafter")
-    _check_same(config, config[DRAFTER])
+def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of attention, by its names."""
+    heads = config["num_attention_heads"]
     return {
-        "taps": stated.taps(config["num_hidden_layers"]),
-        "eagle3_layers": stated.num_hidden_layers,
-        "draft_intermediate": stated.intermediate_size,
-        "draft_words": stated.draft_vocab_size,
-        "norms_joined": stated.norms_joined,
-        "norms_each": stated.norms_each,
-        "norm_output": bool(stated.norm_output),
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rotary embedding": Rope.of(config),
     }
 
 
 def _check_same(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
     """Raise ValueError unless an EAGLE-3 drafter's attention has the target's shape: they share cache and angles."""
-
-    def facts(config: Mapping[str, Any]) -> dict[str, Any]:
-        heads = config["num_attention_heads"]
-        return {
-            "num_attention_heads": heads,
-            "num_key_value_heads": config.get("num_key_value_heads") or heads,
-            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-            "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-            "rotary embedding": Rope.of(config),
-        }
-
-    wanted = facts(target)
-    for name, value in facts(drafter).items():
-        if value != wanted[name]:
+    for name, value in drafter.items():
+        if value != target[name]:
             raise ValueError(
                 f"the embedded engine runs EAGLE-3 drafters with their target's attention: {name}={value}, but the "
-                f"target has {wanted[name]}; rollout.engine=sglang runs others"
+                f"target has {target[name]}; rollout.engine=sglang runs others"
             )
 
 
@@ -246,44 +235,39 @@ class Decoder:
             self.token_norm = self._new({prefix + "token_layernorm.weight": h})
             self.input_proj = self._new({prefix + "input_proj.weight": h}, 2 * h)
             self.final_norm = self._new({prefix + "final_layernorm.weight": h})
-        if arch.taps:
-            self._add_eagle3()
+        if arch.eagle3:
+            self._add_eagle3(arch.eagle3)
         # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
-        angle = torch.outer(
-            torch.arange(positions, dtype=torch.float32), arch.rope.frequencies(arch.head_dim)
-        )
-        angle = angle.repeat(1, 2)
-        size = arch.rope.magnitude
+        columns = torch.arange(positions, dtype=torch.float32)
+        angle = torch.outer(columns, arch.rope.frequencies(arch.head_dim)).repeat(1, 2)
+        size = torch.full((arch.head_dim,), arch.rope.magnitude)
         self.cos = (angle.cos() * size).to(device, dtype)[:, None]
-        sign = torch.full((arch.head_dim,), size).index_fill_(
-            0, torch.arange(arch.head_dim // 2), -size
-        )
         # with the sign of the rotated half
-        self.sin = (angle.sin() * sign).to(device, dtype)[:, None]
+        size[: arch.head_dim // 2] *= -1
+        self.sin = (angle.sin() * size).to(device, dtype)[:, None]
 
-    def _add_eagle3(self) -> None:
+    def _add_eagle3(self, drafter: Eagle3) -> None:
         h = self.arch.hidden
         width = self.arch.drafted_from
-        inner = self.arch.draft_intermediate
+        inner = drafter.intermediate_size
         self.mtp = self._layer(EAGLE3 + "midlayer.", width=2 * h, intermediate=inner)
-        prefixes = [f"{EAGLE3}layers.{index}." for index in range(1, self.arch.eagle3_layers)]
         self.further = []
-        for prefix in prefixes:
+        for index in range(1, drafter.num_hidden_layers):
+            prefix = f"{EAGLE3}layers.{index}."
             self.further.append(self._layer(prefix, intermediate=inner, norm="hidden_norm"))
         self.hidden_norm = self._new({EAGLE3 + "midlayer.hidden_norm.weight": h})
         self.joined_norm = None
-        if self.arch.norms_joined:
+        if drafter.norms_joined:
             self.joined_norm = self._new({EAGLE3 + "input_norm.weight": width})
         self.each_norm = []
-        if self.arch.norms_each:
+        if drafter.norms_each:
             for tap in range(len(self.arch.taps)):
                 self.each_norm.append(self._new({f"{EAGLE3}fc_norm.{tap}.weight": h}))
         self.token_norm = self.mtp.norm1
         self.input_proj = self._new({EAGLE3 + "fc.weight": h}, width)
         self.final_norm = self._new({EAGLE3 + "norm.weight": h})
-        self.draft_head = self._new(
-            {EAGLE3 + "lm_head.weight": self.arch.draft_words // self.comm.size}, h, 0
-        )
+        words = drafter.draft_vocab_size // self.comm.size
+        self.draft_head = self._new({EAGLE3 + "lm_head.weight": words}, h, 0)
 
     def target(
         self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]
@@ -312,14 +296,14 @@ class Decoder:
         """
         embedded = F.embedding(tokens, self.embedding)
         kv = cache[self.arch.layers]
-        if self.arch.taps:
+        if self.arch.eagle3:
             state = hidden if hidden.shape[-1] == self.arch.hidden else self._projected(hidden)
             parts = [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)]
             pair = torch.cat(parts, -1)
             state = self._block(self.mtp, state, plan, kv, pair)
             for index, layer in enumerate(self.further, self.arch.layers + 1):
                 state = self._block(layer, state, plan, cache[index])
-            return self._rms(state, self.final_norm) if self.arch.norm_output else state
+            return self._rms(state, self.final_norm) if self.arch.eagle3.norm_output else state
         embedded = embedded.masked_fill_(plan.first[:, None], 0)
         parts = [self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)]
         state = self.packed.linear(torch.cat(parts, -1), self.input_proj)
@@ -341,9 +325,10 @@ class Decoder:
 
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, S] of the words that drafts are chosen from; column i is the word `draft_ids[i]`."""
-        if self.arch.taps:
-            normed = hidden if self.arch.norm_output else self._rms(hidden, self.final_norm)
-            return self._logits(normed, self.draft_head)
+        if self.arch.eagle3:
+            normed = self.arch.eagle3.norm_output
+            state = hidden if normed else self._rms(hidden, self.final_norm)
+            return self._logits(state, self.draft_head)
         if self.draft_ids is None:
             return self.logits(hidden)
         return self._logits(hidden, self.draft_head).masked_fill_(self.draft_ids < 0, float("-inf"))
@@ -355,7 +340,7 @@ class Decoder:
 
     def set_draft_vocabulary(self, words: torch.Tensor) -> None:
         """Choose drafts from `words [S]`. Raises ValueError for ids outside the vocabulary, and for a word twice."""
-        if self.arch.taps:
+        if self.arch.eagle3:
             raise ValueError(
                 "draft vocabulary: that of an EAGLE-3 drafter is a part of its checkpoint"
             )
@@ -378,7 +363,7 @@ class Decoder:
 
     def renew_draft_head(self) -> None:
         """Copy the rows of the draft vocabulary from the output head, which an update may have changed."""
-        if self.draft_ids is not None and not self.arch.taps:
+        if self.draft_ids is not None and not self.arch.eagle3:
             self.packed.forget(self.draft_head)
             self.draft_head = self.head.index_select(0, self._draft_rows)
 
@@ -400,9 +385,10 @@ class Decoder:
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor over all tensor-parallel ranks."""
         view, dim = self.tensors[name]
-        return tuple(
-            size * self.comm.size if i == dim else size for i, size in enumerate(view.shape)
-        )
+        shape = list(view.shape)
+        if dim is not None:
+            shape[dim] *= self.comm.size
+        return tuple(shape)
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor); under tensor parallelism every rank must iterate."""
@@ -472,24 +458,24 @@ class Decoder:
         h = self.arch.hidden
         i = (intermediate or self.arch.intermediate) // self.comm.size
         d = self.arch.head_dim
-        biased, normed = (
-            fact and not intermediate for fact in (self.arch.qkv_bias, self.arch.qk_norm)
-        )
+        biased = self.arch.qkv_bias and not intermediate
+        normed = self.arch.qk_norm and not intermediate
+        attention = prefix + "self_attn."
+        mlp = prefix + "mlp."
         rows = {"q": self.heads * d, "k": self.kv_heads * d, "v": self.kv_heads * d}
-        qkv = {f"{prefix}self_attn.{x}_proj.weight": size for x, size in rows.items()}
-        bias = {f"{prefix}self_attn.{x}_proj.bias": size for x, size in rows.items()}
+        qkv = {f"{attention}{x}_proj.weight": size for x, size in rows.items()}
+        bias = {f"{attention}{x}_proj.bias": size for x, size in rows.items()}
+        gate_up = {mlp + "gate_proj.weight": i, mlp + "up_proj.weight": i}
         return Layer(
             norm1=self._new({f"{prefix}{norm}.weight": h}),
             qkv=self._new(qkv, width or h, 0),
             qkv_bias=self._new(bias, split=0) if biased else None,
-            q_norm=self._new({prefix + "self_attn.q_norm.weight": d}) if normed else None,
-            k_norm=self._new({prefix + "self_attn.k_norm.weight": d}) if normed else None,
-            out=self._new({prefix + "self_attn.o_proj.weight": h}, self.heads * d, 1),
+            q_norm=self._new({attention + "q_norm.weight": d}) if normed else None,
+            k_norm=self._new({attention + "k_norm.weight": d}) if normed else None,
+            out=self._new({attention + "o_proj.weight": h}, self.heads * d, 1),
             norm2=self._new({prefix + "post_attention_layernorm.weight": h}),
-            gate_up=self._new(
-                {prefix + "mlp.gate_proj.weight": i, prefix + "mlp.up_proj.weight": i}, h, 0
-            ),
-            down=self._new({prefix + "mlp.down_proj.weight": h}, i, 1),
+            gate_up=self._new(gate_up, h, 0),
+            down=self._new({mlp + "down_proj.weight": h}, i, 1),
         )
 
     def _new(

@@ -57,11 +57,14 @@ class RoundRunner:
         # [B, k] of the drafts that it chose among in the last round
         self.logq: np.ndarray | None = None
         self.prefill_chunk = prefill_chunk
-        rows = len(cache.length)
-        self.temperature = np.zeros(rows)
-        self.top_p = np.ones(rows)
-        self.top_k = np.zeros(rows, np.int64)
-        self.min_p = np.zeros(rows)
+        rows = cache.rows
+        # in the order of the fields of `Settings`
+        self.settings = (
+            np.zeros(rows),
+            np.ones(rows),
+            np.zeros(rows, np.int64),
+            np.zeros(rows),
+        )
         self.seeds = np.zeros((rows, 5), np.int64)  # the result of `verify.streams`
         # noise keys that target_only and rejection have used so far
         self.draws = np.zeros(rows, np.int64)
@@ -70,10 +73,8 @@ class RoundRunner:
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
         """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k
-        self.min_p[row] = sampling.min_p
+        for name, values in zip(Settings._fields, self.settings, strict=True):
+            values[row] = getattr(sampling, name)
         self.seeds[row] = verify.streams(seed)
         self.draws[row] = draws
         self.before[row] = self.cache.length[row] - 1
@@ -386,12 +387,7 @@ class RoundRunner:
 
     def _settings(self, rows: np.ndarray) -> Settings:
         """Return how the rows are sampled, [B] each."""
-        return Settings(
-            self._to(self.temperature[rows]),
-            self._to(self.top_p[rows]),
-            self._to(self.top_k[rows]),
-            self._to(self.min_p[rows]),
-        )
+        return Settings(*(self._to(values[rows]) for values in self.settings))
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
         return self._to(self.cache.slots[rows, : int(last.max())])

@@ -114,7 +114,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         began = time.perf_counter()
         rows = np.array([run.row for run in (*runs, *newcomers)])
         context = int(self.cache.length[rows].sum())
-        chooser, config = self._choose(rows, context)
+        config = self._choose(rows, context)
         columns = self.rounds.columns(rows, config)
         rows_here = len(runs)
         room = True
@@ -131,15 +131,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         if not landed:
             drafts = None
         if runs:
-            self._run_round(
-                runs,
-                chooser,
-                config,
-                context,
-                began,
-                drafts,
-                timed=False,
-            )
+            self._run_round(runs, config, context, began, drafts, timed=False)
 
     def _retract(self) -> None:
         """Put every running sample back into the queue, and give up reserved rows.

@@ -111,7 +111,7 @@ def retile_weights(model: Decoder, switch: Switch) -> None:
     if model.arch.tied:
         model.packed.forget(model.head)
         model.head = model.embedding.chunk(comm.size)[comm.rank]
-    if model.draft_ids is not None and not model.arch.taps:
+    if model.draft_ids is not None and not model.arch.eagle3:
         model.set_draft_vocabulary(model.draft_ids[model.draft_ids >= 0])
 
 

@@ -51,16 +51,14 @@ _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
-    def handle(original: Callable, scheduler: Any, request: Any) -> Any:
-        return _handle(settings, original, scheduler, request)
-
-    def watch(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        _watch_loaders(settings, scheduler)
+    def start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        scheduler.rlspec_settings = settings
+        _watch_loaders(scheduler)
         metrics.start(scheduler)
-        logger.info("rlspec: %s", in_force(_describe(settings, scheduler)))
+        logger.info("rlspec: %s", in_force(_describe(scheduler)))
 
-    yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", handle, "AROUND"
-    yield "sglang.srt.managers.scheduler.Scheduler.__init__", watch, "AFTER"
+    yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", _handle, "AROUND"
+    yield "sglang.srt.managers.scheduler.Scheduler.__init__", start, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.pause_generation", _after_pause, "AFTER"
     yield (
         "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram",
@@ -73,7 +71,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield from stop_strings.hooks()
 
 
-def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any) -> Any:
+def _handle(original: Callable, scheduler: Any, request: Any) -> Any:
     if request.method != METHOD:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
@@ -83,7 +81,7 @@ def _handle(settings: Settings, original: Callable, scheduler: Any, request: Any
     try:
         if command not in _COMMANDS:
             raise ValueError(f"unknown command {command!r}; known are {', '.join(_COMMANDS)}")
-        result = _COMMANDS[command](settings, scheduler, **body)
+        result = _COMMANDS[command](scheduler, **body) or {}
         answer = DumperControlReqOutput(success=True, response=[result])
     except Exception as error:  # an exception that leaves this method ends the scheduler
         if not isinstance(error, (ValueError, NotImplementedError)):
@@ -126,8 +124,9 @@ def _reason(error: Exception) -> str:
     return f"internal error ({type(error).__name__}); the engine's log has its traceback"
 
 
-def _describe(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _describe(scheduler: Any) -> dict[str, Any]:
     """Report which parts of the plugin are active, with the engine's sizes; the launcher checks the answer."""
+    settings = scheduler.rlspec_settings
     worker = scheduler.draft_worker
     adaptive = getattr(worker, "adaptive_controller", None)
     runner = scheduler.tp_worker.model_runner
@@ -167,49 +166,43 @@ def _kernels(settings: Settings, runner: Any) -> str:
     return "triton" if ours else "torch"
 
 
-def _stamp(settings: Settings, scheduler: Any, version: str) -> dict[str, Any]:
+def _stamp(scheduler: Any, version: str) -> None:
     """End an update of weights: drop what older ones computed, and keep the version."""
     if not scheduler.flush_cache():
         raise ValueError("requests are running, so the cache of older weights was not dropped")
     versions.installed().stamp(scheduler, version)
-    return {}
 
 
-def _set_schedule(settings: Settings, scheduler: Any, schedule: dict[str, Any]) -> dict[str, Any]:
+def _set_schedule(scheduler: Any, schedule: dict[str, Any]) -> None:
     decisions.decider.set_schedule(SpecSchedule.from_json(schedule))
-    return {}
 
 
-def _set_spec_rule(settings: Settings, scheduler: Any, spec_rule: dict[str, Any]) -> dict[str, Any]:
+def _set_spec_rule(scheduler: Any, spec_rule: dict[str, Any]) -> None:
     decisions.decider.replace(spec_rule)
-    return {}
 
 
-def _set_draft_vocabulary(settings: Settings, scheduler: Any, words: list[int]) -> dict[str, Any]:
+def _set_draft_vocabulary(scheduler: Any, words: list[int]) -> None:
     draft_vocabulary.renew(scheduler.draft_worker, words)
-    return {}
 
 
-def _hold(settings: Settings, scheduler: Any, reason: str) -> dict[str, Any]:
+def _hold(scheduler: Any, reason: str) -> None:
     decisions.decider.hold(reason)
-    return {}
 
 
-def _release(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _release(scheduler: Any) -> None:
     decisions.decider.held = ""
-    return {}
 
 
-def _spec_rule_report(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
     rule = decisions.decider.rule
     return {"report": {} if rule is None else rule.report()}
 
 
-def _stats(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _stats(scheduler: Any) -> dict[str, Any]:
     return {"rounds": [asdict(s) for s in rounds.take()]}
 
 
-def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _not_begun(scheduler: Any) -> dict[str, Any]:
     return {
         "ids": [
             ids.outer(request.rid) for request in scheduler.waiting_queue if not request.output_ids
@@ -217,7 +210,7 @@ def _not_begun(settings: Settings, scheduler: Any) -> dict[str, Any]:
     }
 
 
-def _progress(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _progress(scheduler: Any) -> dict[str, Any]:
     """Return what the engine decodes, how many requests wait, and the free room of its KV cache in tokens."""
     running = []
     for request in scheduler.collect_inflight_reqs():
@@ -237,15 +230,15 @@ def _progress(settings: Settings, scheduler: Any) -> dict[str, Any]:
     }
 
 
-def _recent_rounds(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _recent_rounds(scheduler: Any) -> dict[str, Any]:
     return {"rounds": [[asdict(config), *rest] for config, *rest in rounds.take_recent()]}
 
 
-def _fingerprints(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _fingerprints(scheduler: Any) -> dict[str, Any]:
     return {"fingerprints": fingerprints(scheduler, _deliveries["target"], _deliveries["drafter"])}
 
 
-def _watch_loaders(settings: Settings, scheduler: Any) -> None:
+def _watch_loaders(scheduler: Any) -> None:
     """Record the tensors that the models' loaders are given.
 
     `scheduler.rlspec_unnamed`: why pushes are checked by these; "" if the tensors held are compared instead.
@@ -259,9 +252,8 @@ def _watch_loaders(settings: Settings, scheduler: Any) -> None:
             "rlspec: pushes are checked by what the models' loaders were given: %s", unnamed
         )
     # What is stored of quantised weights cannot be compared with what was pushed.
-    scheduler.rlspec_remembers = settings.deliveries or bool(
-        unnamed or scheduler.model_config.quantization
-    )
+    unlike = unnamed or scheduler.model_config.quantization
+    scheduler.rlspec_remembers = scheduler.rlspec_settings.deliveries or bool(unlike)
     for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
         if model is not None:
             deliveries.watch(model, fingerprints=scheduler.rlspec_remembers)
@@ -276,13 +268,13 @@ def _unnamed(scheduler: Any) -> str:
     return ""
 
 
-def _delivered(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _delivered(scheduler: Any) -> dict[str, Any]:
     if not scheduler.rlspec_remembers:
         raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
     return {name: deliveries.marks for name, deliveries in _deliveries.items()}
 
 
-def _shapes(settings: Settings, scheduler: Any) -> dict[str, Any]:
+def _shapes(scheduler: Any) -> dict[str, Any]:
     """Return shapes by name, and the names of the drafter's own tensors.
 
     Where names are not known (`unnamed` says why), there are no shapes, and the drafter's names are the family's table.
@@ -309,7 +301,7 @@ def _drafter_names(scheduler: Any) -> list[str]:
         return []
 
 
-_COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
+_COMMANDS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "describe": _describe,
     "set_schedule": _set_schedule,
     "set_spec_rule": _set_spec_rule,
@@ -356,7 +348,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
     requests = [i for i in drafting if i in running]
     counted = [accepted[i] for i in requests]
-    if_all = decisions.decider.observe(ran, counted, requests, len(running) - len(counted))
+    if_all = decisions.decider.observe(ran, counted, requests)
     if metrics.counters is not None:
         metrics.counters.add(ran.config, counted, int(ran.drafts(requests).sum()))
     last = all(request.finished() for request in batch.reqs)

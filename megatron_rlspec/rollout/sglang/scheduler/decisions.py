@@ -208,13 +208,8 @@ class Decider:
         ran: DecodeRound,
         accepted: Sequence[int],
         requests: Sequence[int],
-        others: int,
     ) -> Sequence[float]:
-        """Take what some requests of a round accepted. Returns `RoundStats.if_all`.
-
-        requests  their indices in the batch
-        others    requests for which the drafter had not caught up
-        """
+        """Take what some requests of a round, by their indices, accepted. Returns `RoundStats.if_all`."""
         rule = self.rule
         if rule is None or self.held:
             return ()
@@ -222,7 +217,7 @@ class Decider:
         if ran.verified is not None:
             verified = ran.drafts(requests)
             logq = ran.logq.numpy()[list(requests)]
-        histogram = rule.observe(ran.config, accepted, others, verified, logq)
+        histogram = rule.observe(ran.config, accepted, verified, logq)
         return () if rule.selection is None else histogram
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
