@@ -16,6 +16,7 @@ from megatron_rlspec.config import ConfigError
 from megatron_rlspec.engine import EngineDescription
 from megatron_rlspec.speculation.cost_table import CostTable, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.round_log import Round
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 SEGMENT = 12  # tokens that each request emits under one configuration before the next one is used
@@ -27,7 +28,6 @@ PREFILLS = 5  # measurements of a prefill
 DEAR = Roofline(1e-3, 1e3, 0.0, 0.0)
 MARGIN = 16  # tokens of KV cache for each request beyond prompt and response
 Point = tuple[int, int]  # running requests, prompt tokens of each
-Round = tuple[SpecConfig, int, int, float | None]  # configuration, requests, context tokens, ms
 
 
 class MeasuredEngine(Protocol):

@@ -280,9 +280,11 @@ class Acceptance:
         self.totals: list[float] = [1.0]
         rate = reach = 1.0
         for d in range(self.depth):
-            weight = m * (RATIO_STRENGTH if d else 1.0)
-            ratio = (self.ratio_hits[d] + weight * self.prior[d]) / (self.ratio_base[d] + weight)
-            rate = (self.hits[d] + m * min(ratio * rate, 1.0)) / (self.draws[d] + m)
+            weight = m * RATIO_STRENGTH if d else m
+            ratio_hits = self.ratio_hits[d] + weight * self.prior[d]
+            ratio = ratio_hits / (self.ratio_base[d] + weight)
+            expected = min(ratio * rate, 1.0)
+            rate = (self.hits[d] + m * expected) / (self.draws[d] + m)
             reach *= rate
             self.rates.append(rate)
             self.totals.append(self.totals[-1] + reach)
@@ -297,7 +299,8 @@ class Acceptance:
             rate = self.rates[d]
             if rate <= 0:
                 break
-            of_rate = rate * (1 - rate) / (self.draws[d] + PRIOR_STRENGTH) + changed**2
+            of_draws = rate * (1 - rate) / (self.draws[d] + PRIOR_STRENGTH)
+            of_rate = of_draws + changed**2
             slope = 0.0
             for steps, sign in ((num_steps, 1), (other_steps, -1)):
                 total = self.totals[steps]
@@ -335,7 +338,10 @@ class Acceptance:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state, for `from_json`."""
-        return {"depth": self.depth, **{name: list(getattr(self, name)) for name in _STATE}}
+        state: dict[str, Any] = {"depth": self.depth}
+        for name in _STATE:
+            state[name] = list(getattr(self, name))
+        return state
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:

@@ -64,6 +64,9 @@ class PrefillCost:
     spread_ms: float = 0.0
     samples: int = 1
 
+    def __str__(self) -> str:
+        return f"prefill tp={self.tp} batch={self.batch} tokens={self.tokens}"
+
 
 Row = TypeVar("Row", Provenance, RoundCost, PrefillCost)
 

@@ -74,8 +74,8 @@ class CostTable:
         self.catch_up_ms = catch_up_ms
         if not self.rounds:
             raise CostTableError("cost table holds no round")
-        _check_rounds((*self.rounds, *self.unverified))
-        _check_prefill(self.prefill)
+        for rows in (self.rounds, self.unverified, self.prefill):
+            _check_rows(rows)
         _check_holes(self.rounds)
 
     # Parts
@@ -106,11 +106,13 @@ class CostTable:
             raise CostTableError(
                 f"cost table holds tp={list(self.tps)}, but this engine runs tp={tp}"
             )
-        rounds = [row for row in self.rounds if row.tp in wanted]
-        prefill = [row for row in self.prefill if row.tp in wanted]
-        unverified = [row for row in self.unverified if row.tp in wanted]
         return CostTable(
-            self.provenance, rounds, prefill, self.switch_ms, self.catch_up_ms, unverified
+            self.provenance,
+            rounds=[row for row in self.rounds if row.tp in wanted],
+            prefill=[row for row in self.prefill if row.tp in wanted],
+            switch_ms=self.switch_ms,
+            catch_up_ms=self.catch_up_ms,
+            unverified=[row for row in self.unverified if row.tp in wanted],
         )
 
     def configs(self) -> tuple[SpecConfig, ...]:
@@ -211,11 +213,9 @@ class CostTable:
             if name not in data:
                 raise CostTableError(f"{source}: no field {name!r}")
         provenance = read(Provenance, data["provenance"], f"{source}: provenance")
-        rounds, unverified = (
-            [read_round(row, place) for row, place in _listed(data, name, source)]
-            for name in ("rounds", "unverified")
-        )
-        prefill = [read(PrefillCost, row, place) for row, place in _listed(data, "prefill", source)]
+        rounds = [read_round(*found) for found in _listed(data, "rounds", source)]
+        prefill = [read(PrefillCost, *found) for found in _listed(data, "prefill", source)]
+        unverified = [read_round(*found) for found in _listed(data, "unverified", source)]
         switch_ms = read_number("switch_ms", data.get("switch_ms", 0.0), source)
         catch_up_ms = read_number("catch_up_ms", data.get("catch_up_ms", 0.0), source)
         try:
@@ -287,10 +287,12 @@ class _Surface:
     ) -> None:
         self.config = config
         self.model = model
-        batch, context = np.array(sorted(points), float).T
-        ms = np.array([points[point] for point in sorted(points)])
+        ordered = sorted(points)
+        batch, context = np.array(ordered, float).T
+        ms = np.array([points[point] for point in ordered])
         drafts = None if verified is None else np.array([verified])
-        ratio = np.log(ms / model.grid([config], batch, context, drafts)[0])
+        modelled = model.grid([config], batch, context, drafts)[0]
+        ratio = np.log(ms / modelled)
         self.batches = np.unique(batch)
         # of each batch: mean contexts, logarithms of ratios
         self.rows = []
@@ -313,7 +315,8 @@ class _Surface:
         """
         share = drafts / max(self.config.num_draft_tokens - 1, 1)
         none = undrafted._log_ratio(batch, context)
-        ratio = none + share * (self._log_ratio(batch, context) - none)
+        every = self._log_ratio(batch, context)
+        ratio = none + share * (every - none)
         ms: np.ndarray = self.model.grid([self.config], batch, context, drafts) * np.exp(ratio)
         return ms
 
@@ -337,33 +340,24 @@ def _in_order(rounds: Iterable[RoundCost]) -> tuple[RoundCost, ...]:
     return tuple(sorted(rounds, key=lambda row: (row.tp, row.config, *_point(row))))
 
 
-def _check_rounds(rounds: Sequence[RoundCost]) -> None:
-    for row in rounds:
-        if not row.ms >= LEAST_MS:
-            raise CostTableError(f"{row}: ms={row.ms}, expected {LEAST_MS:g} or more")
-        if row.context_tokens < row.batch:
-            raise CostTableError(f"{row}: expected a context of at least one token each")
-
-
-def _check_prefill(prefill: Sequence[PrefillCost]) -> None:
+def _check_rows(rows: Sequence[RoundCost | PrefillCost]) -> None:
     points = set()
-    for row in prefill:
-        point = f"prefill tp={row.tp} batch={row.batch} tokens={row.tokens}"
+    for row in rows:
+        point = str(row)
         if not row.ms >= LEAST_MS:
             raise CostTableError(f"{point}: ms={row.ms}, expected {LEAST_MS:g} or more")
+        if isinstance(row, RoundCost) and row.context_tokens < row.batch:
+            raise CostTableError(f"{point}: expected a context of at least one token each")
         if point in points:
             raise CostTableError(f"{point}: measured twice")
         points.add(point)
 
 
 def _check_holes(rounds: Sequence[RoundCost]) -> None:
-    """Raise CostTableError unless, at each TP, all configurations and OFF were measured at the same points, once."""
+    """Raise CostTableError unless, at each TP, all configurations and OFF were measured at the same points."""
     measured: dict[int, dict[SpecConfig, set[Point]]] = {}
     for row in rounds:
-        points = measured.setdefault(row.tp, {}).setdefault(row.config, set())
-        if _point(row) in points:
-            raise CostTableError(f"{row}: measured twice")
-        points.add(_point(row))
+        measured.setdefault(row.tp, {}).setdefault(row.config, set()).add(_point(row))
     for tp, of_config in measured.items():
         if OFF not in of_config:
             raise CostTableError(

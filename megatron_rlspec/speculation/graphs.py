@@ -30,14 +30,15 @@ DRAFTER_GIB = 0.005
 
 def graph_sizes(max_batch: int) -> list[int]:
     """List the batch sizes that SGLang captures for speculation (0.5.23, `arg_groups/cuda_graph_hook.py`)."""
-    sizes = [
+    sizes = {
         *range(1, 9),
         *range(10, 33, 2),
         *range(40, 65, 4),
         *range(72, 257, 8),
         *range(272, max_batch + 1, 16),
-    ]
-    return sorted({size for size in sizes if size <= max_batch} | {max_batch})
+        max_batch,
+    }
+    return sorted(size for size in sizes if size <= max_batch)
 
 
 def reach(

@@ -156,9 +156,9 @@ class Learning:
         self.prediction = prediction
         if prediction is None:
             return {}
-        values = {
-            f"predict/next_tokens_k{k}": tokens for k, tokens in self._expected(prediction).items()
-        }
+        values = {}
+        for k, tokens in self._expected(prediction).items():
+            values[f"predict/next_tokens_k{k}"] = tokens
         if prediction.sharpness is not None:
             self.sharpness = values["spec/sharpness"] = prediction.sharpness
         if self.ragged and prediction.by_logq is not None and self._places:
@@ -201,12 +201,10 @@ class Learning:
         if learnt:
             self.learnt = max(learnt, key=lambda state: sum(state["times"]["timings"]))
         for stats in rounds:
-            if stats.config.num_steps:
-                self.acceptance.observe_histogram(
-                    stats.config.num_steps, stats.histogram, stats.rounds
-                )
-            else:
-                self.acceptance.observe_histogram(0, [], stats.rounds)  # earlier observations fade
+            steps = stats.config.num_steps
+            # without drafts, earlier observations fade
+            seen = stats.histogram if steps else []
+            self.acceptance.observe_histogram(steps, seen, stats.rounds)
         return metrics | self._metrics(rounds, reports, delivered)
 
     def rule(self) -> dict[str, Any]:
@@ -271,9 +269,10 @@ class Learning:
     def _expected(self, prediction: Prediction) -> dict[int, float]:
         """Return tokens per round of each predicted step count in the next rollout: as observed, else as predicted."""
         seen = self.accept_lengths()
-        return {
-            k: seen.get(SpecConfig(k), prediction.tokens_per_round(k)) for k in prediction.steps
-        }
+        expected = {}
+        for k in prediction.steps:
+            expected[k] = seen.get(SpecConfig(k), prediction.tokens_per_round(k))
+        return expected
 
     def _errors(self, rounds: Sequence[RoundStats]) -> dict[str, float]:
         """Compare what was expected of this rollout with its rounds. Returns `predict/…` metrics.
@@ -308,16 +307,14 @@ class Learning:
         for stats in rounds:
             counts[stats.config] = counts.get(stats.config, 0) + stats.rounds
         total = sum(counts.values())
-        ms = sum(stats.ms for stats in rounds)
+        values = {"spec/rounds": float(total), "spec/ms_per_round": math.nan}
         # Engines do not report rounds right after a prefill, so `total` can be 0.
-        values = {
-            f"spec/share_{config}": n / total for config, n in sorted(counts.items()) if total
-        }
-        values |= {f"spec/accept_{d}": rate for d, rate in enumerate(self.acceptance.rates, 1)}
-        values |= {
-            "spec/rounds": float(total),
-            "spec/ms_per_round": ms / total if total else math.nan,
-        }
+        if total:
+            values["spec/ms_per_round"] = sum(stats.ms for stats in rounds) / total
+            for config, n in sorted(counts.items()):
+                values[f"spec/share_{config}"] = n / total
+        for d, rate in enumerate(self.acceptance.rates, 1):
+            values[f"spec/accept_{d}"] = rate
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
             values["spec/verified_tokens"] = accept_length(drafting)
@@ -382,10 +379,9 @@ def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
         return None
     took = ms[drafting]
     if stats.if_all:
-        drafts = stats.verified / sum(stats.accepted)
-        took = max(
-            float(times.uneven(drafting, stats.batch, context, np.array([drafts]))[0]), ms[off]
-        )
+        drafts = np.array([stats.verified / sum(stats.accepted)])
+        uneven = times.uneven(drafting, stats.batch, context, drafts)
+        took = max(float(uneven[0]), ms[off])
     return ms[off] / took
 
 

@@ -240,16 +240,17 @@ def _attention(config: Mapping[str, int]) -> int:
     heads = config["num_attention_heads"]
     if latent := config.get("kv_lora_rank"):
         rope = config.get("qk_rope_head_dim") or 0
-        query = heads * (config.get("qk_nope_head_dim", 0) + rope)
+        plain = config.get("qk_nope_head_dim", 0)
+        query = heads * (plain + rope)
         value = config.get("v_head_dim", 0)
         rank = config.get("q_lora_rank") or 0
         into_queries = rank * (hidden + query) if rank else hidden * query
-        into_keys = hidden * (latent + rope) + latent * heads * (
-            config.get("qk_nope_head_dim", 0) + value
-        )
-        return into_queries + into_keys + heads * value * hidden
+        into_latent = hidden * (latent + rope)
+        into_keys = latent * heads * (plain + value)
+        return into_queries + into_latent + into_keys + heads * value * hidden
     head = config.get("head_dim") or hidden // heads
-    return 2 * hidden * head * (heads + (config.get("num_key_value_heads") or heads))
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * hidden * head * (heads + kv_heads)
 
 
 def _full_attention_layers(config: Mapping[str, Any]) -> int:
@@ -285,8 +286,6 @@ def _experts(config: Mapping[str, int]) -> tuple[int, float]:
     )
     used = config.get("num_experts_per_tok")
     expert = config.get("moe_intermediate_size")
-    return (
-        (3 * config["hidden_size"] * expert * used, used / total)
-        if total and used and expert
-        else (0, 1.0)
-    )
+    if not (total and used and expert):
+        return 0, 1.0
+    return 3 * config["hidden_size"] * expert * used, used / total

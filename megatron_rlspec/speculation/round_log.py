@@ -11,6 +11,8 @@ from typing import Any
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 RECENT = 8192  # rounds that are kept singly, for medians
+# configuration, batch, context tokens, ms if the round was timed
+Round = tuple[SpecConfig, int, int, float | None]
 
 
 @dataclass
@@ -24,10 +26,10 @@ class _Sum:
 
 
 class RoundLog:
-    """Sums of rounds, and the newest `recent` rounds in order, each (config, batch, context tokens, ms or None)."""
+    """Sums of rounds, and the newest `RECENT` rounds in order."""
 
-    def __init__(self, recent: int = RECENT) -> None:
-        self._recent: deque[tuple[SpecConfig, int, int, float | None]] = deque(maxlen=recent)
+    def __init__(self) -> None:
+        self._recent: deque[Round] = deque(maxlen=RECENT)
         self._sums: dict[tuple[SpecConfig, int], _Sum] = {}
 
     def add(
@@ -46,19 +48,14 @@ class RoundLog:
         verified, if_all  as in `RoundStats`
         """
         self._recent.append((config, batch, context, ms))
-        total = self.count(config, batch, accepted)
+        total = self._sums.setdefault((config, batch), _Sum())
+        total.accepted = _sums(total.accepted, accepted)
         total.verified += verified
         total.if_all = _sums(total.if_all, if_all)
         if ms is not None:
             total.rounds += 1
             total.ms += ms
             total.context += context
-
-    def count(self, config: SpecConfig, batch: int, accepted: Sequence[int]) -> _Sum:
-        """Add to the accepted drafts alone."""
-        total = self._sums.setdefault((config, batch), _Sum())
-        total.accepted = _sums(total.accepted, accepted)
-        return total
 
     def take(self) -> list[RoundStats]:
         """Return and forget the sums, by configuration and batch."""
@@ -79,7 +76,7 @@ class RoundLog:
             )
         return stats
 
-    def take_recent(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+    def take_recent(self) -> list[Round]:
         """Return and forget the newest rounds."""
         found = list(self._recent)
         self._recent.clear()

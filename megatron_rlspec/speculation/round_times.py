@@ -234,17 +234,6 @@ class RoundTimes:
         mean += column * (difference / variance)
         covariance -= np.outer(column, column) / variance
 
-    def take_over(self, former: RoundTimes) -> bool:
-        """Go on with the estimates of a former rule. Returns whether it had the same cost and candidates."""
-        if self._cost_id != former._cost_id or self.candidates != former.candidates:
-            return False
-        self.octaves = former.octaves
-        self._forget()
-        self.noise = former.noise
-        self.timings = former.timings
-        self.comparisons = former.comparisons
-        return True
-
     def to_json(self) -> dict[str, Any]:
         octaves = {}
         for octave, (mean, covariance) in self.octaves.items():
@@ -264,6 +253,7 @@ class RoundTimes:
         if state["cost"] != self._cost_id or tuple(candidates) != self.candidates:
             return False
         self._forget()
+        self.octaves = {}
         for octave, (mean, covariance) in state["octaves"].items():
             self.octaves[int(octave)] = np.array(mean, float), np.array(covariance, float)
         self.noise = float(state["noise"])

@@ -249,7 +249,7 @@ class SpecRule:
         Acceptance is that of the new weights, and not taken over. Trials come earlier, because old ones say less.
         """
         self.limit(former._most_batch)
-        if not self.times.take_over(former.times):
+        if not self.times.restore(former.times.to_json()):
             return
         if self.selection is not None and former.selection is not None:
             self.selection.inherit(former.selection)

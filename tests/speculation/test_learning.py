@@ -145,11 +145,6 @@ def test_engines_without_a_rule_get_no_forecast():
     assert made.accept_length(SpecConfig(3)) == pytest.approx(1.875)  # as predicted
 
 
-def by_roofline():
-    cost = Roofline.of_layers(12, ridge_tokens=256.0)
-    return Learning((0, 1, 3), "", cost, learn=False)
-
-
 def test_a_table_of_several_sizes_counts_by_the_engines_size(tmp_path):
     rows = [
         RoundCost(tp, batch, batch * 100, config, ms)
@@ -176,7 +171,7 @@ def test_records_hold_shares_acceptance_and_what_rules_decided():
         RoundStats(OFF, 64, 6400, rounds=10, ms=30.0, accepted=(640,)),
     ]
     report = {"predicted_ms": 2.0, "switches": 3, "probes": 1}
-    values = by_roofline().observe(stats, [report | {"estimated_regret": 0.02}, {}])
+    values = learning(learn=False).observe(stats, [report | {"estimated_regret": 0.02}, {}])
     assert values["spec/share_k3"] == 0.75 and values["spec/share_off"] == 0.25
     assert values["spec/ms_per_round"] == pytest.approx(3.0) and 0.5 < values["spec/accept_1"] < 0.6
     assert values["spec/estimated_regret"] == pytest.approx(0.02) and values["spec/switches"] == 3
@@ -184,7 +179,7 @@ def test_records_hold_shares_acceptance_and_what_rules_decided():
 
 def test_a_rollout_of_rounds_without_a_time():
     """Only rounds right after a prefill, which have no time: acceptance is learned, shares are unknown."""
-    learnt = by_roofline()
+    learnt = learning(learn=False)
     found = learnt.observe([RoundStats(SpecConfig(3), 4, 400, rounds=0, ms=0.0, accepted=(0, 0, 0, 400))], [])
     assert found["spec/rounds"] == 0 and "spec/share_k3" not in found
     assert found["spec/accept_1"] > 0.9

@@ -52,10 +52,7 @@ def test_a_machine_that_becomes_slower_is_slower_for_all():
 
 
 def test_an_interruption_and_the_first_round_after_a_change_do_not_count():
-    times = RoundTimes(
-        SIZES,
-        CANDIDATES,
-    )
+    times = RoundTimes(SIZES, CANDIDATES)
     for _ in range(3):
         for config in CANDIDATES:
             run(times, config)
