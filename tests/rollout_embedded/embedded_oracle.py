@@ -7,9 +7,12 @@ engine but the Hugging Face names.
 from __future__ import annotations
 
 import math
+import os
+from datetime import timedelta
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.types import Prompt, Request, SpecConfig, SpecSchedule
@@ -164,6 +167,15 @@ def engine_of(config, tensors, spec: SpecConfig | SpecSchedule | None = None, ki
         spec = SpecSchedule.fixed(spec)
     options = {"dtype": torch.float64, "max_total_tokens": 4096, "max_length": 256} | options
     return kind(config, tensors.items(), schedule=spec, **options)
+
+
+def meet(meeting: str) -> tuple[int, int]:
+    """Join the job of a test's ranks, which meet in the file `meeting`. Returns the rank, and how many there are."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
+    )
+    return rank, size
 
 
 def requests(prompts, seed=0, group=1) -> list[Request]:

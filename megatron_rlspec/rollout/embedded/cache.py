@@ -21,6 +21,8 @@ import torch
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder, Placement
 
+SPARE = 16  # columns
+
 
 class TreeColumns(NamedTuple):
     """Columns of a draft tree: B samples, T queries each, E columns in flight."""
@@ -60,8 +62,9 @@ class Cache:
         device = model.device
         # keys, then values; the drafter's layers come last
         shape = (slots, 2 * model.kv_heads, arch.head_dim)
-        layers = arch.layers + arch.draft_layers
-        self.kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(layers)]
+        self.kv = []
+        for _ in range(arch.layers + arch.draft_layers):
+            self.kv.append(torch.zeros(shape, dtype=model.dtype, device=device))
         self.hidden = torch.zeros((slots, arch.drafted_from), dtype=model.dtype, device=device)
 
     def reset(self, slots: int) -> None:
@@ -93,8 +96,11 @@ class Cache:
         self.free[self.left : self.left + len(slots)] = slots
         self.left += len(slots)
 
-    def open(self, tokens: np.ndarray, prompt_len: int) -> int | None:
-        """Take a row for a sample of these tokens, with slots for its prefix; None if a row or slots are lacking."""
+    def open(self, tokens: np.ndarray, prompt_len: int, columns: int = 0) -> int | None:
+        """Take a row for a sample of these tokens, with slots for its prefix and for `columns`.
+
+        Returns None, and takes nothing, if a row or slots are lacking.
+        """
         if not self.free_rows:
             return None
         shared = np.asarray(tokens[: prompt_len - 1], np.int64)
@@ -114,25 +120,29 @@ class Cache:
         self.length[row] = len(tokens)
         self.held[row] = self.computed[row] = len(shared)
         self.drafted[row] = max(len(shared), 1)
+        if not self.back(row, columns):
+            self.close(row)
+            return None
         return row
 
-    def back(self, row: int, columns: int, spare: int = 16) -> bool:
-        """Give slots to columns [0, columns) of a row, and to `spare` more if enough are free.
+    def back(self, row: int, columns: int) -> bool:
+        """Give slots to columns [0, columns) of a row, and to SPARE more if enough are free.
 
         Returns False if too few slots are free; the row is then unchanged.
         """
-        missing = columns - int(self.held[row])
+        held = int(self.held[row])
+        missing = columns - held
         if missing <= 0:
             return True
-        spare = min(spare, self.columns - columns)
+        spare = min(SPARE, self.columns - columns)
         slots = self.take(missing + spare)
         if slots is None:
             slots = self.take(missing)
         if slots is None:
             return False
-        held = int(self.held[row])
-        self.slots[row, held : held + len(slots)] = slots
-        self.held[row] += len(slots)
+        last = held + len(slots)
+        self.slots[row, held:last] = slots
+        self.held[row] = last
         return True
 
     def commit(self, rows: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> None:
@@ -143,8 +153,9 @@ class Cache:
         length = self.length[rows]
         column = np.arange(tokens.shape[1])
         drawn = column <= accepted[:, None]
-        place = (length[:, None] + column)[drawn]
-        self.tokens[np.repeat(rows, accepted + 1), place] = tokens[drawn]
+        places = length[:, None] + column
+        row_of_token = np.repeat(rows, accepted + 1)
+        self.tokens[row_of_token, places[drawn]] = tokens[drawn]
         self.computed[rows] = length + accepted
         self.length[rows] = length + accepted + 1
 
@@ -162,7 +173,8 @@ class Cache:
             first = int(self.length[row]) - 1
             slots = self.slots[row, first : first + nodes]
             taken = nodes_of_row[: count + 1]
-            slots[:] = np.concatenate([slots[taken], np.delete(slots, taken)])
+            others = np.delete(slots, taken)
+            slots[:] = np.concatenate([slots[taken], others])
 
     def close(self, row: int) -> None:
         """Return a row, and the slots that no other row shares, to the free ones."""
@@ -178,14 +190,16 @@ class Cache:
 
     def audit(self) -> None:
         """Check that every slot is free or held by exactly one row or prefix. Raises EngineError."""
-        held = [p.slots for p in self.prefixes.values()]
+        used = [prefix.slots for prefix in self.prefixes.values()]
         for row, prefix in self.prefix.items():
-            held.append(self.slots[row, len(prefix.tokens) : self.held[row]])
-        owned = np.concatenate([self.free[: self.left], *held])
-        if len(owned) != self.total or len(np.unique(owned)) != self.total:
+            first = len(prefix.tokens)
+            used.append(self.slots[row, first : self.held[row]])
+        slots = np.concatenate([self.free[: self.left], *used])
+        distinct = len(np.unique(slots))
+        if len(slots) != self.total or distinct != self.total:
             raise EngineError(
-                f"KV accounting: {self.left} free + {len(owned) - self.left} used slots, "
-                f"{len(np.unique(owned))} distinct, expected {self.total}"
+                f"KV accounting: {self.left} free + {len(slots) - self.left} used slots, "
+                f"{distinct} distinct, expected {self.total}"
             )
 
     def clear(self) -> None:
@@ -214,18 +228,19 @@ class Cache:
             positions = columns
         else:
             start = tree.start[:, None]
-            seen = (keys < start[:, None]).expand(-1, columns.shape[1], -1)
-            inflight = start + torch.arange(tree.ancestors.shape[2], device=read.device)
-            seen = seen.scatter(2, inflight[:, None].expand_as(tree.ancestors), tree.ancestors)
+            committed = keys < start[:, None]
+            in_flight = start + torch.arange(tree.ancestors.shape[2], device=read.device)
+            index = in_flight[:, None].expand_as(tree.ancestors)
+            seen = committed.expand(-1, columns.shape[1], -1).scatter(2, index, tree.ancestors)
             positions = start + tree.depth
         if drafter:
             seen = seen & (keys > 0)
             positions = positions - 1
+        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=read.device)
+        mask.masked_fill_(~seen, float("-inf"))
         group = self.model.heads // self.model.kv_heads
-        mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=read.device).masked_fill_(
-            ~seen, float("-inf")
-        )
-        mask = mask.repeat_interleave(group, 1)[:, None] if group > 1 else mask[:, None]
+        if group > 1:
+            mask = mask.repeat_interleave(group, 1)
         write = read.gather(1, columns).view(-1)
         place = None
         positions = positions.reshape(-1)
@@ -239,7 +254,7 @@ class Cache:
             self.model.sin[positions],
             write,
             read.reshape(-1),
-            mask,
+            mask[:, None],
             place,
             positions == 0,
         )

@@ -44,15 +44,28 @@ class Tree(NamedTuple):
     parents: np.ndarray  # [B, T] node numbers
     depth: np.ndarray  # [B, T]
     valid: np.ndarray  # [B, T]
-    scores: np.ndarray  # [B, T], 0 at the root
 
 
-class Ahead(NamedTuple):
-    """Drafts that rows have before a round: of rows that the target cannot verify yet."""
+class Drafted(NamedTuple):
+    """The drafts of a round. q: under rejection, the drafter's probabilities [B, num_steps, V], else None."""
 
-    rows: np.ndarray
     tree: Tree
-    q: torch.Tensor | None
+    q: torch.Tensor | None = None
+
+    def joined(self, other: Drafted) -> Drafted:
+        """Return the drafts of two batches as one batch, padded to the larger number of nodes."""
+        width = max(self.tree.tokens.shape[1], other.tree.tokens.shape[1])
+        fields = []
+        for first, second in zip(self.tree, other.tree, strict=True):
+            fields.append(np.concatenate([_padded(first, width), _padded(second, width)]))
+        q = None
+        if self.q is not None and other.q is not None:
+            q = torch.cat([self.q, other.q])
+        return Drafted(Tree(*fields), q)
+
+
+def _padded(values: np.ndarray, width: int) -> np.ndarray:
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])))
 
 
 def likeliest(topk: int) -> Pick:
@@ -101,11 +114,13 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
         settings = Settings(*map(spread, coupling.settings))
         logq = verify.logprobs(logits.reshape(-1, width), settings.temperature)
         sharp = verify.filtered(logq, settings) * coupling.sharpness
-        where = (spread(coupling.seeds), spread(coupling.keys) + level - 1, coupling.words)
+        keys = spread(coupling.keys) + level - 1
+        where = (spread(coupling.seeds), keys, coupling.words)
         greedy = (settings.temperature == 0)[:, None]
         if topk == 1:
             likeliest = logq.argmax(-1, keepdim=True)
-            token = torch.where(greedy, likeliest, draw(sharp, *where)[:, None])
+            drawn = draw(sharp, *where)[:, None]
+            token = torch.where(greedy, likeliest, drawn)
             score = logq.gather(1, token)
         else:
             scores = torch.log_softmax(noisy(sharp, *where), -1).to(logq.dtype)
@@ -135,7 +150,9 @@ def grow(
     """
     batch = hidden.shape[0]
     device = hidden.device
-    score, token = (x[:, 0] for x in pick(logits[:, None], 1))
+    logprobs, children = pick(logits[:, None], 1)
+    score = logprobs[:, 0]
+    token = children[:, 0]
     tokens = [token]
     scores = [score]
     parents = [torch.full_like(token, -1)]
@@ -148,27 +165,28 @@ def grow(
         ancestors = torch.cat([ancestors, itself], 2)
         outputs, step_logits = expand(front_hidden, token, ancestors, level)
         logprobs, children = pick(step_logits, level)
+        along_path = logprobs + score[:, :, None]
+        of_children = frontier[:, :, None].expand_as(children)
         tokens.append(children.flatten(1))
-        scores.append((logprobs + score[:, :, None]).flatten(1))
-        parents.append(frontier[:, :, None].expand_as(children).flatten(1))
+        scores.append(along_path.flatten(1))
+        parents.append(of_children.flatten(1))
         if level == steps:
             break
-        score, best = (
-            scores[-1].topk(topk) if topk > 1 else (scores[-1], torch.zeros_like(frontier))
-        )
+        score, best = scores[-1].topk(topk)
         token = tokens[-1].gather(1, best)
         origin = best // topk  # index of the expanded parent
         frontier = topk + (level - 2) * topk**2 + best
         front_hidden = outputs.gather(1, origin[:, :, None].expand_as(outputs))
         ancestors = ancestors.gather(1, origin[:, :, None].expand_as(ancestors))
-    depth = np.repeat(np.arange(1, len(tokens) + 1), [part.shape[1] for part in tokens])
+    sizes = [part.shape[1] for part in tokens]
+    depth = np.repeat(np.arange(1, len(tokens) + 1), sizes)
     return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), depth)
 
 
 def roots(pending: np.ndarray) -> Tree:
     """Return trees without drafts, which hold only the pending tokens [B]."""
     zeros = np.zeros((len(pending), 1), np.int64)
-    return Tree(pending[:, None], zeros - 1, zeros, zeros == 0, zeros.astype(np.float32))
+    return Tree(pending[:, None], zeros - 1, zeros, zeros == 0)
 
 
 def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
@@ -177,29 +195,21 @@ def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
     width = int(count.max(initial=0))
     order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
     number = np.cumsum(keep, 1)  # node number of each kept candidate; the root is 0
-    above = candidates.parents.cpu().numpy()
-    above = np.where(above < 0, 0, np.take_along_axis(number, np.maximum(above, 0), 1))
+    parents = candidates.parents.cpu().numpy()
+    above = np.take_along_axis(number, np.maximum(parents, 0), 1)
+    above[parents < 0] = 0
     valid = np.arange(width) < count[:, None]
+    tokens = candidates.tokens.cpu().numpy()
     nodes = Tree(
-        np.take_along_axis(candidates.tokens.cpu().numpy(), order, 1),
+        np.take_along_axis(tokens, order, 1),
         np.take_along_axis(above, order, 1),
         np.where(valid, candidates.depth[order], 0),
         valid,
-        np.take_along_axis(candidates.scores.float().cpu().numpy(), order, 1),
     )
-    fields = zip(roots(pending), nodes, strict=True)
-    return Tree(*(np.concatenate(both, 1) for both in fields))
-
-
-def joined(first: Tree, second: Tree) -> Tree:
-    """Return the trees of two batches as one batch, padded to the larger number of nodes."""
-    width = max(first.tokens.shape[1], second.tokens.shape[1])
-
-    def padded(values: np.ndarray) -> np.ndarray:
-        return np.pad(values, ((0, 0), (0, width - values.shape[1])))
-
-    fields = zip(first, second, strict=True)
-    return Tree(*(np.concatenate([padded(x), padded(y)]) for x, y in fields))
+    fields = []
+    for both in zip(roots(pending), nodes, strict=True):
+        fields.append(np.concatenate(both, 1))
+    return Tree(*fields)
 
 
 def ancestors(parents: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import ConfigChoice
-from megatron_rlspec.rollout.embedded.draft import Ahead
+from megatron_rlspec.rollout.embedded.draft import Drafted
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
@@ -31,7 +31,7 @@ from megatron_rlspec.rollout.embedded.rounds import RoundRunner
 from megatron_rlspec.rollout.embedded.scheduler import Scheduler
 from megatron_rlspec.rollout.embedded.verify import Committed
 from megatron_rlspec.speculation.acceptance import histogram_of
-from megatron_rlspec.speculation.round_log import RoundLog
+from megatron_rlspec.speculation.round_log import Round, RoundLog
 from megatron_rlspec.types import (
     OFF,
     Drafts,
@@ -288,8 +288,8 @@ class EmbeddedEngine:
         with self._lock:
             return self._log.take()
 
-    def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
-        """Return and forget the newest decode rounds, in order: (config, batch, context tokens, ms)."""
+    def recent_rounds(self) -> list[Round]:
+        """Return and forget the newest decode rounds, in order."""
         with self._lock:
             return self._log.take_recent()
 
@@ -315,8 +315,22 @@ class EmbeddedEngine:
         with torch.inference_mode():
             self.scheduler.admit()
             self.rounds.prefill([run.row for run in self.running])
-            self._round([run for run in self.running if self.rounds.ready(run.row)])
+            ready = [run for run in self.running if self.rounds.ready(run.row)]
+            alone = [run for run in ready if not self.rounds.can_draft(run.row)]
+            self._round_without_drafts(alone)
+            self._round([run for run in ready if run.row >= 0 and run not in alone])
         self._broken = ""
+
+    def _round_without_drafts(self, runs: list[ActiveRequest]) -> None:
+        """Run a plain round of samples that cannot draft yet. It leaves the others' rounds as they are."""
+        if not runs:
+            return
+        began = time.perf_counter()
+        rows = np.array([run.row for run in runs])
+        runs = self.scheduler.make_room(runs, self.rounds.columns(rows, OFF))
+        if runs:
+            context = int(self.cache.length[rows].sum())
+            self._run_round(runs, OFF, context, began, timed=False)
 
     def _round(self, runs: list[ActiveRequest]) -> None:
         """Run one round of these samples, or of those that the cache has room for."""
@@ -325,15 +339,10 @@ class EmbeddedEngine:
         began = time.perf_counter()
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
-        config = self._choose(rows, context)
+        config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
         runs = self.scheduler.make_room(runs, self.rounds.columns(rows, config))
         if runs:
             self._run_round(runs, config, context, began)
-
-    def _choose(self, rows: np.ndarray, context: int) -> SpecConfig:
-        """Return the configuration of a round of these rows."""
-        config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
-        return config if self.rounds.can_draft(rows).any() else OFF
 
     def _run_round(
         self,
@@ -341,7 +350,7 @@ class EmbeddedEngine:
         config: SpecConfig,
         context: int,
         began: float,
-        ahead: Ahead | None = None,
+        ahead: Drafted | None = None,
         timed: bool = True,
     ) -> None:
         """Draft, verify and commit for these samples, and learn from the round.
@@ -351,28 +360,24 @@ class EmbeddedEngine:
         timed  whether the rule may learn the duration: not if other work is a part of it
         """
         rows = np.array([run.row for run in runs])
-        drafting = self.rounds.can_draft(rows) | config.off
         rule = self.choice.deciding
         if rule is not None:
             self.rounds.selection = rule if rule.selection is not None else None
         committed = self.rounds.round(rows, config, ahead)
         took = (time.perf_counter() - began) * 1e3
-        accepted = committed.accepted[drafting]
-        verified = committed.verified[drafting]
-        lone = len(runs) - len(accepted)
+        accepted = committed.accepted
+        verified = committed.verified
         if_all: Sequence[float] = ()
         if rule is not None:
             histogram = rule.observe(config, accepted, verified, self.rounds.logq)
             if self.rounds.selection is not None:
                 if_all = histogram
-            if rule.learns and not lone and timed:
+            if rule.learns and timed:
                 ms = self.model.comm.mean(took, self.model.device)
                 drafts = float(verified.mean()) if self.rounds.selection else None
                 rule.timed(config, len(rows), context, ms, drafts=drafts)
         self._append(runs, committed)
         ms = (time.perf_counter() - began) * 1e3
-        if lone:
-            self._log.count(OFF, lone, [lone])
         counts = histogram_of(config.num_steps, accepted)
         self._log.add(config, len(runs), context, ms, counts, int(verified.sum()), if_all)
 

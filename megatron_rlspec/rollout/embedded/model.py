@@ -297,7 +297,9 @@ class Decoder:
         embedded = F.embedding(tokens, self.embedding)
         kv = cache[self.arch.layers]
         if self.arch.eagle3:
-            state = hidden if hidden.shape[-1] == self.arch.hidden else self._projected(hidden)
+            state = hidden
+            if hidden.shape[-1] != self.arch.hidden:
+                state = self._projected(hidden)
             parts = [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)]
             pair = torch.cat(parts, -1)
             state = self._block(self.mtp, state, plan, kv, pair)
@@ -346,8 +348,8 @@ class Decoder:
             )
         words = words.to(self.device, torch.int64).sort().values
         vocab = self.arch.vocab
-        valid = len(words) > 0 and int(words[0]) >= 0 and int(words[-1]) < vocab
-        if not valid or len(words.unique()) < len(words):
+        inside = len(words) > 0 and int(words[0]) >= 0 and int(words[-1]) < vocab
+        if not inside or len(words.unique()) < len(words):
             raise ValueError(
                 f"draft vocabulary: expected different ids from 0 to {vocab - 1}, at least one"
             )
@@ -369,13 +371,17 @@ class Decoder:
 
     def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         full = self.comm.concat(self.packed.linear(hidden, head), -1)
-        return full.float() if full.dtype in (torch.bfloat16, torch.float16) else full
+        if full.dtype == torch.float64:
+            return full
+        return full.float()
 
     @torch.no_grad()
     def write(self, name: str, full: torch.Tensor) -> None:
         """Copy this rank's part of a full tensor into the parameter. Raises ValueError for a wrong shape."""
         shard = self.tensors[name]
-        part = full if shard.dim is None else full.chunk(self.comm.size, shard.dim)[self.comm.rank]
+        part = full
+        if shard.dim is not None:
+            part = full.chunk(self.comm.size, shard.dim)[self.comm.rank]
         if part.shape != shard.view.shape:
             raise ValueError(
                 f"{name} has shape {tuple(full.shape)}, expected {self.full_shape(name)}"
@@ -406,7 +412,8 @@ class Decoder:
         """Run a layer. Its attention reads `read`, or the norm of x."""
         n = x.shape[0]
         d = self.arch.head_dim
-        read = self._rms(x, layer.norm1) if read is None else read
+        if read is None:
+            read = self._rms(x, layer.norm1)
         qkv = self.packed.linear(read, layer.qkv, layer.qkv_bias).view(n, -1, d)
         qk = qkv[:, : self.heads + self.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -416,8 +423,10 @@ class Decoder:
         turned = qk.roll(d // 2, -1)
         qk.mul_(plan.cos).addcmul_(turned, plan.sin)
         kv.index_copy_(0, plan.write, qkv[:, self.heads :])
-        x = self._add(x, self._attend(qkv[:, : self.heads], plan, kv), layer.out)
-        gate, up = self.packed.linear(self._rms(x, layer.norm2), layer.gate_up).chunk(2, -1)
+        attended = self._attend(qkv[:, : self.heads], plan, kv)
+        x = self._add(x, attended, layer.out)
+        normed = self._rms(x, layer.norm2)
+        gate, up = self.packed.linear(normed, layer.gate_up).chunk(2, -1)
         return self._add(x, F.silu(gate).mul_(up), layer.down)
 
     def _attend(self, query: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
@@ -427,11 +436,11 @@ class Decoder:
         b, _, rows, length = plan.mask.shape
         group = self.heads // k
         if plan.place is not None:
-            query = query.new_zeros(b * rows // group, self.heads, d).index_copy_(
-                0, plan.place, query
-            )
+            padded = query.new_zeros(b * rows // group, self.heads, d)
+            query = padded.index_copy_(0, plan.place, query)
         query = query.reshape(b, -1, k, group, d).transpose(1, 2).reshape(b, k, rows, d)
-        keys, values = kv.index_select(0, plan.read).view(b, length, 2, k, d).permute(2, 0, 3, 1, 4)
+        cached = kv.index_select(0, plan.read).view(b, length, 2, k, d)
+        keys, values = cached.permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask)
         out = out.view(b, k, -1, group, d).transpose(1, 2).reshape(-1, self.heads * d)
         return out if plan.place is None else out.index_select(0, plan.place)
@@ -443,10 +452,12 @@ class Decoder:
         return self.comm.sum(self.packed.linear(y, weight))
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        width = (x.shape[-1],)
         # as in Transformers: normalise in float32, scale in x.dtype
         if x.dtype in (torch.bfloat16, torch.float16):
-            return F.rms_norm(x.float(), (x.shape[-1],), None, self.arch.eps).to(x.dtype) * weight
-        return F.rms_norm(x, (x.shape[-1],), weight, self.arch.eps)
+            normed = F.rms_norm(x.float(), width, None, self.arch.eps)
+            return normed.to(x.dtype) * weight
+        return F.rms_norm(x, width, weight, self.arch.eps)
 
     def _layer(
         self, prefix: str, width: int = 0, intermediate: int = 0, norm: str = "input_layernorm"
@@ -482,7 +493,9 @@ class Decoder:
         self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None
     ) -> torch.Tensor:
         """Make one parameter from the named blocks of rows; a vector, for norms and biases, without `columns`."""
-        shape = (sum(rows.values()),) if columns is None else (sum(rows.values()), columns)
+        shape = [sum(rows.values())]
+        if columns is not None:
+            shape.append(columns)
         fused = torch.zeros(shape, dtype=self.dtype, device=self.device)
         parameter = Parameter(fused, dict(rows), split)
         self.parameters.append(parameter)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from megatron_rlspec.speculation.acceptance import delivered
 from megatron_rlspec.texts import StopStrings
-from megatron_rlspec.types import Request, Sample, Sampling, Status
+from megatron_rlspec.types import Partial, Request, Sample, Sampling, Status
 
 
 @dataclass(eq=False)
@@ -38,6 +40,11 @@ class ActiveRequest:
             self.versions = [list(span) for span in begun.policy_versions]
             self.rounds = sum(begun.accepted)
             self.spans = list(begun.accepted_spans)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Return prompt and response so far, [L] int64."""
+        return np.concatenate([self.request.prompt.tokens, self.response]).astype(np.int64)
 
     def commit(self, tokens: list[int], logprobs: list[float], version: int) -> Status | None:
         """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends.
@@ -84,6 +91,11 @@ class ActiveRequest:
     def finish(self, status: Status) -> None:
         """Set `sample`."""
         self.sample = self.so_far(status)
+
+    def continued(self) -> Request:
+        """Return the request with which another engine goes on."""
+        partial = Partial.of(self.so_far("aborted")) if self.response else None
+        return replace(self.request, partial=partial)
 
     def so_far(self, status: Status) -> Sample:
         return self.request.sample(

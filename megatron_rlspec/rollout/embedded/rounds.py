@@ -9,9 +9,9 @@ import torch
 
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
-from megatron_rlspec.rollout.embedded.draft import Ahead
+from megatron_rlspec.rollout.embedded.draft import Drafted
 from megatron_rlspec.rollout.embedded.verify import Committed, Settings
-from megatron_rlspec.types import OFF, SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
+from megatron_rlspec.types import SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
 
 
 class Selection(Protocol):
@@ -97,9 +97,10 @@ class RoundRunner:
         starts = np.array([span.first for span in spans])
         ends = np.array([span.last for span in spans])
         columns, valid = _columns(starts, ends)
-        plan = cache.plan(self._read(which, ends), self._to(columns), valid=valid)
-        tokens = self._to(cache.tokens[which[:, None], columns][valid])
-        _, drafted_from = self.model.target(tokens, plan, cache.kv)
+        read = self._read(which, ends)
+        plan = cache.plan(read, self._to(columns), valid=valid)
+        tokens = cache.tokens[which[:, None], columns]
+        _, drafted_from = self.model.target(self._to(tokens[valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         for span in spans:
             if span.prefix is not None:
@@ -129,9 +130,9 @@ class RoundRunner:
                 left -= last - span.first
         return spans
 
-    def can_draft(self, rows: np.ndarray) -> np.ndarray:
-        """Return [B], false for rows of one token: the drafter needs the hidden state of the token before."""
-        return self.cache.length[rows] > 1
+    def can_draft(self, row: int) -> bool:
+        """Return whether a row has more than one token: the drafter needs the hidden state of the one before."""
+        return bool(self.cache.length[row] > 1)
 
     def missed(self, rows: np.ndarray) -> int:
         """Return how many tokens the drafter must run on beyond those of a usual round: prompts, and rounds off."""
@@ -151,59 +152,41 @@ class RoundRunner:
         """Return [B], the number of columns that must have slots for a round of `config`."""
         return self.cache.length[rows] - 1 + scratch(config)
 
-    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Ahead:
+    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Drafted:
         """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
         read = self._read(rows, self.columns(rows, config))
-        tree, q = self._draft(rows, read, config, None)
-        return Ahead(rows, tree, q)
+        return self._draft(rows, read, config, None)
 
-    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None = None) -> Committed:
-        """Commit at least one token for every row. Rows that cannot draft run in a pass of their own without drafts.
+    def round(
+        self, rows: np.ndarray, config: SpecConfig, ahead: Drafted | None = None
+    ) -> Committed:
+        """Draft, verify and commit at least one token for every row.
 
-        ahead  drafts of the last ones of `rows`
+        ahead  drafts that the last ones of `rows` have already
         """
         self.logq = None
-        drafting = self.can_draft(rows) | config.off
-        if drafting.all():
-            return self._round(rows, config, ahead)
-        lone = self._round(rows[~drafting], OFF, None)
-        if not drafting.any():
-            return lone
-        others = self._round(rows[drafting], config, ahead)
-        back = np.argsort(np.concatenate([np.flatnonzero(drafting), np.flatnonzero(~drafting)]))
-        width = others.tokens.shape[1]
-        fields = zip(others, lone, strict=True)
-        return Committed(*(np.concatenate([x, _wide(y, width)])[back] for x, y in fields))
-
-    def _round(self, rows: np.ndarray, config: SpecConfig, ahead: Ahead | None) -> Committed:
-        """Draft, verify and commit at least one token for every row."""
         cache = self.cache
         self.before[rows] = cache.length[rows]
         read = self._read(rows, self.columns(rows, config))
-        tree, q = self._drafts(rows, read, config, ahead)
-        targets, logprobs = self._verify(rows, read, tree, q, chain=config.topk <= 1)
+        drafted = ahead
+        fresh = len(rows)
+        if ahead is not None:
+            fresh -= len(ahead.tree.tokens)
+        if fresh:
+            drafted = self._draft(rows[:fresh], read[:fresh], config, self.selection)
+            if ahead is not None:
+                drafted = drafted.joined(ahead)
+        assert drafted is not None, "a round has rows"
+        tree = drafted.tree
+        targets, logprobs = self._verify(rows, read, drafted, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
         tokens = np.take_along_axis(targets, path, 1)
+        logprobs = np.take_along_axis(logprobs, path, 1)
         if config.topk > 1:
             cache.keep_path(rows, path, accepted, tree.tokens.shape[1])
         cache.commit(rows, tokens, accepted)
         verified = tree.valid.sum(1) - 1
-        return Committed(tokens, np.take_along_axis(logprobs, path, 1), accepted, verified)
-
-    def _drafts(
-        self, rows: np.ndarray, read: torch.Tensor, config: SpecConfig, ahead: Ahead | None
-    ) -> tuple[draft.Tree, torch.Tensor | None]:
-        """Return what `_draft` returns, with the drafts that the last rows have already."""
-        if ahead is None:
-            return self._draft(rows, read, config, self.selection)
-        fresh = len(rows) - len(ahead.rows)
-        if not fresh:
-            return ahead.tree, ahead.q
-        tree, q = self._draft(rows[:fresh], read[:fresh], config, self.selection)
-        tree = draft.joined(tree, ahead.tree)
-        if q is None or ahead.q is None:
-            return tree, ahead.q
-        return tree, torch.cat([q, ahead.q])
+        return Committed(tokens, logprobs, accepted, verified)
 
     def _draft(
         self,
@@ -211,20 +194,19 @@ class RoundRunner:
         read: torch.Tensor,
         config: SpecConfig,
         selection: Selection | None,
-    ) -> tuple[draft.Tree, torch.Tensor | None]:
-        """Return the tree to verify and, under rejection, the drafter's probabilities q [B, num_steps, V]."""
-        model = self.model
-        length = self.cache.length[rows]
-        pending = self.cache.tokens[rows, length - 1]
+    ) -> Drafted:
+        """Run the drafter on what it has not read, and draft."""
+        last = self.cache.length[rows] - 1
+        pending = self.cache.tokens[rows, last]
         if config.off:
-            return draft.roots(pending), None
+            return Drafted(draft.roots(pending))
         hidden = self._extend(rows, read)
         if config.num_steps == 0:
-            return draft.roots(pending), None
+            return Drafted(draft.roots(pending))
         q: list[torch.Tensor] = []
         candidates = draft.grow(
             hidden,
-            model.draft_logits(hidden),
+            self.model.draft_logits(hidden),
             config.num_steps,
             config.topk,
             self._expand(rows, read, chain=config.topk == 1),
@@ -233,13 +215,14 @@ class RoundRunner:
         scores = candidates.scores.float().cpu().numpy()
         if config.topk > 1:
             keep = top(scores, config.num_draft_tokens - 1)
+        elif selection is not None:
+            self.logq = np.diff(scores, axis=1, prepend=0.0)
+            lengths = selection.lengths(self.logq)
+            keep = candidates.depth <= lengths[:, None]
         else:
             keep = np.ones(scores.shape, bool)
-            if selection is not None:
-                logq = np.diff(scores, axis=1, prepend=0.0)
-                keep = candidates.depth <= selection.lengths(logq)[:, None]
-                self.logq = logq
-        return draft.cut(pending, candidates, keep), torch.stack(q, 1) if q else None
+        tree = draft.cut(pending, candidates, keep)
+        return Drafted(tree, torch.stack(q, 1) if q else None)
 
     def _expand(self, rows: np.ndarray, read: torch.Tensor, chain: bool) -> draft.Expand:
         """Return the function that runs the drafter on a level of candidates."""
@@ -250,9 +233,12 @@ class RoundRunner:
             parents: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, level: int
         ) -> tuple[torch.Tensor, torch.Tensor]:
             batch, expanded, nodes = ancestors.shape
-            columns = start[:, None] + torch.arange(nodes - expanded, nodes, device=start.device)
-            depth = torch.full_like(columns, level - 2)
-            tree = None if chain else TreeColumns(start, ancestors, depth)
+            newest = torch.arange(nodes - expanded, nodes, device=start.device)
+            columns = start[:, None] + newest
+            tree = None
+            if not chain:
+                depth = torch.full_like(columns, level - 2)
+                tree = TreeColumns(start, ancestors, depth)
             plan = self.cache.plan(read, columns, drafter=True, tree=tree)
             parents = parents.reshape(batch * expanded, -1)
             out = model.draft(parents, tokens.reshape(-1), plan, self.cache.kv)
@@ -282,15 +268,18 @@ class RoundRunner:
 
     def _sampled(self, rows: np.ndarray, q: list[torch.Tensor]) -> draft.Pick:
         words = self.model.draft_ids
+        settings = self._settings(rows)
+        seeds = self._to(self.seeds[rows, verify.DRAFT])
+        first = self._to(self.draws[rows])
 
         def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-            settings = self._settings(rows)
             logp = verify.logprobs(logits[:, 0], settings.temperature)
             support = verify.support(logp, settings)
-            whole = support if words is None else spread(support, words, self.model.arch.vocab)
+            whole = support
+            if words is not None:
+                whole = spread(support, words, self.model.arch.vocab)
             q.append(whole)
-            seeds = self._to(self.seeds[rows, verify.DRAFT])
-            keys = self._to(self.draws[rows] + level - 1)
+            keys = first + level - 1
             token = verify.draw(support.log(), seeds, keys)[:, None]
             return logp.gather(1, token)[:, None], token[:, None]
 
@@ -313,7 +302,8 @@ class RoundRunner:
         last = cache.length[rows]
         out = self._pairs(rows, first, last, read)
         cache.drafted[rows] = last
-        return out[self._to(np.cumsum(last - first) - 1)]
+        ends = np.cumsum(last - first)
+        return out[self._to(ends - 1)]
 
     def _pairs(
         self,
@@ -328,19 +318,20 @@ class RoundRunner:
             read = self._read(rows, last)
         columns, valid = _columns(first, last)
         plan = cache.plan(read, self._to(columns), drafter=True, valid=valid)
-        tokens = self._to(cache.tokens[rows[:, None], columns][valid])
-        before = self._to(cache.slots[rows[:, None], columns - 1][valid])
-        return self.model.draft(cache.hidden.index_select(0, before), tokens, plan, cache.kv)
+        tokens = cache.tokens[rows[:, None], columns]
+        before = cache.slots[rows[:, None], columns - 1]
+        hidden = cache.hidden.index_select(0, self._to(before[valid]))
+        return self.model.draft(hidden, self._to(tokens[valid]), plan, cache.kv)
 
     def _verify(
         self,
         rows: np.ndarray,
         read: torch.Tensor,
-        tree: draft.Tree,
-        q: torch.Tensor | None,
+        drafted: Drafted,
         chain: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Run the target on the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
+        tree, q = drafted
         batch, nodes = tree.tokens.shape
         logits = self._target_logits(rows, read, tree, chain)
         samples = rows[np.nonzero(tree.valid)[0]]  # the row of each flat node
@@ -357,8 +348,13 @@ class RoundRunner:
         else:
             # the noise is of positions, or new in every round
             keyed = self.verifier == "position_keyed"
-            numbers = self.cache.length[rows][:, None] - 1 + tree.depth if keyed else counter
-            seeds = self._to(self.seeds[samples, 0 if keyed else verify.TARGET])
+            stream = verify.TARGET
+            numbers = counter
+            if keyed:
+                stream = 0
+                pending = self.cache.length[rows] - 1
+                numbers = pending[:, None] + tree.depth
+            seeds = self._to(self.seeds[samples, stream])
             chosen = verify.sample(logp, settings, seeds, self._to(numbers[tree.valid]))
         self.draws[rows] += nodes
         targets = np.full((batch, nodes), -1, np.int64)
@@ -378,10 +374,11 @@ class RoundRunner:
         if not chain:
             ancestors = self._to(draft.ancestors(tree.parents))
             where = TreeColumns(self._to(start), ancestors, self._to(tree.depth))
-        # padding stays within `read`
-        columns = np.minimum(start[:, None] + np.arange(tree.tokens.shape[1]), read.shape[1] - 1)
+        columns = start[:, None] + np.arange(tree.tokens.shape[1])
+        columns = np.minimum(columns, read.shape[1] - 1)  # padding stays within `read`
         plan = cache.plan(read, self._to(columns), valid=tree.valid, tree=where)
-        hidden, drafted_from = self.model.target(self._to(tree.tokens[tree.valid]), plan, cache.kv)
+        tokens = self._to(tree.tokens[tree.valid])
+        hidden, drafted_from = self.model.target(tokens, plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         return self.model.logits(hidden)
 
@@ -410,13 +407,6 @@ def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding."""
     columns = first[:, None] + np.arange(int((last - first).max()))
     return np.minimum(columns, last[:, None] - 1), columns < last[:, None]
-
-
-def _wide(values: np.ndarray, width: int) -> np.ndarray:
-    """Return values [B] as they are, and [B, P] as [B, width]."""
-    if values.ndim == 1:
-        return values
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])))
 
 
 def top(scores: np.ndarray, count: int) -> np.ndarray:

@@ -106,19 +106,18 @@ class Scheduler:
             if self.running and self.cache.left < self.cache.total // 16:
                 return  # samples admitted into the last slots would go back into the queue at once
             run = self.waiting[0]
-            prompt = np.asarray(run.request.prompt.tokens, np.int64)
-            row = self.cache.open(
-                np.concatenate([prompt, np.asarray(run.response, np.int64)]), len(prompt)
-            )
+            tokens = run.tokens
+            row = self.cache.open(tokens, len(run.request.prompt.tokens), len(tokens))
             if row is None:
                 return
-            if not self.cache.back(row, len(prompt) + len(run.response)):
-                self.cache.close(row)
-                return
-            self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
-            run.row = row
-            run.seats += 1
+            self.seat(run, row)
             self.running.append(self.waiting.pop(0))
+
+    def seat(self, run: ActiveRequest, row: int) -> None:
+        """Give a run a row of the cache that holds its tokens."""
+        self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
+        run.row = row
+        run.seats += 1
 
     def make_room(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
         """Get slots for `columns [B]` of every run. While slots lack, the youngest goes back. Returns the others."""

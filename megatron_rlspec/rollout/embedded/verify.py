@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from megatron_rlspec.noise import draw, uniform
 
@@ -49,7 +50,8 @@ class Committed(NamedTuple):
 
 def streams(seed: int) -> np.ndarray:
     """Return int64 [5]: the seed, then seeds of four independent streams, made by the finaliser of splitmix64."""
-    x = np.uint64(seed % (1 << 64)) + np.arange(5, dtype=np.uint64) * np.uint64(_GOLDEN)
+    steps = np.arange(5, dtype=np.uint64) * np.uint64(_GOLDEN)
+    x = np.uint64(seed % (1 << 64)) + steps
     y = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     y ^= y >> np.uint64(31)
@@ -59,7 +61,8 @@ def streams(seed: int) -> np.ndarray:
 
 def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Sample bool [N], true with `probability [N]`."""
-    return (uniform(seeds, keys, 1)[:, 0] < probability) | (probability >= 1)
+    drawn = uniform(seeds, keys, 1)[:, 0]
+    return (drawn < probability) | (probability >= 1)
 
 
 def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -111,7 +114,8 @@ def sample(
     likeliest = logp.argmax(-1)
     if greedy.all():
         return likeliest
-    return torch.where(greedy, likeliest, draw(filtered(logp, settings), seeds, keys))
+    drawn = draw(filtered(logp, settings), seeds, keys)
+    return torch.where(greedy, likeliest, drawn)
 
 
 def walk(
@@ -128,7 +132,9 @@ def walk(
     path = [node]
     eligible = valid & (np.arange(tokens.shape[1]) > 0)
     while True:
-        match = eligible & (parents == node[:, None]) & (tokens == targets[rows, node][:, None])
+        wanted = targets[rows, node]
+        children = eligible & (parents == node[:, None])
+        match = children & (tokens == wanted[:, None])
         matched = match.any(1)
         if not matched.any():
             return np.stack(path, 1), accepted
@@ -154,9 +160,10 @@ def reject(
     """
     b, k = drafts.shape
     rows = torch.arange(b, device=drafts.device)
-    ratio = p[:, :k].gather(2, drafts[:, :, None]) / q.gather(2, drafts[:, :, None])
-    ok = coin(ratio.reshape(-1), coin_seeds.repeat_interleave(k), keys[:, :k].reshape(-1))
-    ok = ok.view(b, k)
+    index = drafts[:, :, None]
+    ratio = p[:, :k].gather(2, index) / q.gather(2, index)
+    seeds = coin_seeds.repeat_interleave(k)
+    ok = coin(ratio.reshape(-1), seeds, keys[:, :k].reshape(-1)).view(b, k)
     residual = p.clone()
     residual[:, :k] -= q
     residual.clamp_(min=0)
@@ -164,7 +171,8 @@ def reject(
     ok |= residual[:, :k].sum(2) == 0
     accepted = ok.long().cumprod(1).sum(1)
     replacement = draw(residual[rows, accepted].log(), residual_seeds, keys[rows, accepted])
-    commit = torch.cat([drafts, torch.full_like(drafts[:, :1], -1)], 1)
-    commit[torch.arange(k + 1, device=drafts.device) > accepted[:, None]] = -1
+    commit = F.pad(drafts, (0, 1), value=-1)
+    refused = torch.arange(k + 1, device=drafts.device) > accepted[:, None]
+    commit[refused] = -1
     commit[rows, accepted] = replacement
     return commit

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import embedded_oracle as oracle
 import numpy as np
 import retile_rank
 import torch
-import torch.distributed as dist
 
 from megatron_rlspec.extensions.migration.embedded import member as member_module
 from megatron_rlspec.extensions.migration.embedded import regroup
@@ -86,7 +83,7 @@ def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
     words = WORDS if kind == "eagle3" else None
     made = oracle.engine_of(*model(kind), schedule, MigratableEmbeddedEngine, version=1, draft_words=words, **sizes)
     if phases:
-        made.rounds.can_draft = lambda rows: (made.cache.length[rows] > 1) & (made.cache.length[rows] // 8 % 2 == 0)
+        made.rounds.can_draft = lambda row: made.cache.length[row] > 1 and made.cache.length[row] // 8 % 2 == 0
     return made
 
 
@@ -122,11 +119,8 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
 
     speculation  by a "schedule", a "rule" or in "phases" of each sample
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = oracle.meet(meeting)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
-    )
     member_module.regroup = checked
     ranks, groups = Ranks(), Groups()
     for tp in (2, size):

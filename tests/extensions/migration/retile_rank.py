@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,6 @@ from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo
 
 PATH = (1, 2, 4, 1, 4, 2, 1)  # tensor-parallel sizes, one after the other
-
-
-def meet(meeting: str) -> tuple[int, Groups]:
-    """Join the job of this test. Returns the rank, and the groups."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
-    )
-    return rank, Groups()
 
 
 KINDS = ("untied", "tied", "eagle3")
@@ -69,7 +58,8 @@ def model_at(groups: Groups, tp: int, kind: str = "untied") -> Decoder:
 
 def weights(meeting: str, kind: str) -> list[str]:
     """Names of tensors that differ, after each switch along PATH, from a model that was loaded at that size."""
-    _, groups = meet(meeting)
+    oracle.meet(meeting)
+    groups = Groups()
     model = model_at(groups, 1, kind)
     _forward(model, torch.arange(5))
     different = []
@@ -178,7 +168,8 @@ def wrong(
 
 def caches(meeting: str, share_prefix: bool, slots: int, kind: str) -> list[str]:
     """What is wrong in the caches after switches along PATH; one line a switch says how many rows have room."""
-    rank, groups = meet(meeting)
+    rank, _ = oracle.meet(meeting)
+    groups = Groups()
     model = model_at(groups, 1, kind)
     cache = Cache(model, 16, 64, slots, share_prefix)
     mine = rows_of(cache, rank)
@@ -186,7 +177,7 @@ def caches(meeting: str, share_prefix: bool, slots: int, kind: str) -> list[str]
     found = []
     for old, new in zip(PATH, PATH[1:], strict=False):
         switch = retile.Switch(groups, old, new)
-        own = [retile.CacheRow.of(cache, row, id, switch.old_group, 0) for id, row in mine.items()]
+        own = [retile.CacheRow.of(cache, row, id, switch.old_group) for id, row in mine.items()]
         everybody: list[Any] = [None] * switch.wide.size
         if switch.wide.size > 1:
             dist.all_gather_object(everybody, own, group=switch.wide.group)
@@ -208,7 +199,8 @@ def memory(meeting: str, slots: int, path: tuple[int, ...]) -> list[float]:
     A layer is its weights, and its keys and values, at the smaller of the two sizes.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed leaves the process at once
-    _, groups = meet(meeting)
+    oracle.meet(meeting)
+    groups = Groups()
     config = oracle.tiny(vocab=4096, heads=8, kv_heads=4, hidden=256, layers=1)[0] | {"num_hidden_layers": 6}
     model = Decoder(Architecture.from_hf(config), torch.float32, "cpu", groups.of(path[0]), 512)
     cache = Cache(model, 8, slots // 8, slots, False)
@@ -224,7 +216,7 @@ def memory(meeting: str, slots: int, path: tuple[int, ...]) -> list[float]:
     found = []
     for old, new in itertools.pairwise(path):
         switch = retile.Switch(groups, old, new)
-        own = [retile.CacheRow.of(cache, row, id, switch.old_group, 0) for id, row in mine.items()]
+        own = [retile.CacheRow.of(cache, row, id, switch.old_group) for id, row in mine.items()]
         everybody: list[Any] = [None] * switch.wide.size
         dist.all_gather_object(everybody, own, group=switch.wide.group)
         rows = sorted({row.id: row for part in everybody for row in part}.values())

@@ -77,7 +77,7 @@ class Fleet:
         """Move samples; `between` runs after stage 1. By "recompute", the control, the target prefills them."""
         leaves, comes = self.movers[source], self.movers[target]
         if how == "recompute":
-            gone = [(leaves._request(run), run.sampling) for run in leaves.engine.drop(ids)]
+            gone = [(run.continued(), run.sampling) for run in leaves.engine.drop(ids)]
             self.note(comes.engine.submit(gone))
             self.check()
             self.moves["recompute"] += len(gone)
@@ -213,11 +213,7 @@ def some_rounds(fleet):
 
 def rounds_after_off(fleet):
     some_rounds(fleet)
-    for engine in fleet.engines:
-        engine.set_schedule(SpecSchedule.fixed(OFF))
-    some_rounds(fleet)
-    for engine in fleet.engines:
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    all_off(fleet)
 
 
 def all_off(fleet):

@@ -11,9 +11,17 @@ import numpy as np
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import Load, Request, RunningSample, Sampling
+from megatron_rlspec.types import Load, Request, RunningSample, Sampling, SpecSchedule
 
 Land = Callable[[], list[ActiveRequest]]
+# methods that one process has others call, and the types of their arguments; other methods have none
+CALLS: dict[str, Any] = {
+    "generate": tuple[list[Request], Sampling],
+    "set_schedule": tuple[SpecSchedule],
+    "set_spec_rule": tuple[dict[str, Any]],
+    "set_draft_vocabulary": tuple[np.ndarray],
+    "hold": tuple[str],
+}
 
 
 class MigratableEmbeddedEngine(EmbeddedEngine):
@@ -72,13 +80,12 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
             self.scheduler.running = []
             self.scheduler.waiting = []
             for run in runs:
-                run.row = rows.get(run.request.id, -1)
-                if run.row >= 0:
-                    self.rounds.seat(run.row, run.sampling, run.request.seed, run.draws)
-                    run.seats += 1
-                    self.running.append(run)
-                else:
+                row = rows.get(run.request.id)
+                if row is None:
                     self.waiting.append(run)
+                else:
+                    self.scheduler.seat(run, row)
+                    self.running.append(run)
             if rule is not None:
                 self.choice.chosen = self.choice.rule = rule
             return runs
@@ -114,7 +121,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         began = time.perf_counter()
         rows = np.array([run.row for run in (*runs, *newcomers)])
         context = int(self.cache.length[rows].sum())
-        config = self._choose(rows, context)
+        config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
         columns = self.rounds.columns(rows, config)
         rows_here = len(runs)
         room = True

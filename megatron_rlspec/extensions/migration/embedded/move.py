@@ -17,7 +17,6 @@ Column c of the drafter's cache holds the pair (h of column c - 1, token of colu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -28,7 +27,7 @@ from torch import Tensor
 from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.types import Partial, Request, Sampling
+from megatron_rlspec.types import Request, Sampling
 
 FRONT = 16  # bytes before a header: its length
 # columns that are reserved beyond a sample's present length; a round commits fewer tokens
@@ -93,12 +92,11 @@ class KVMessage(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """A sample that has been begun to move. Columns below `target` and `drafter` have been sent."""
+    """A sample that has been begun to move, and the columns of stage 1."""
 
     run: ActiveRequest
     seat: int
-    target: int
-    drafter: int
+    sent: Columns
 
 
 class TransferEndpoint:
@@ -143,7 +141,7 @@ class TransferEndpoint:
                 target=(grant.target, length - 1),
             )
             parts.append((run, columns))
-            self.departing[grant.id] = Departure(run, run.seats, length - 1, drafted)
+            self.departing[grant.id] = Departure(run, run.seats, columns)
         return self._message(parts)
 
     def finish(self, ids: Sequence[str]) -> tuple[KVMessage, KVMessage]:
@@ -161,11 +159,13 @@ class TransferEndpoint:
             run = departure.run
             length, drafted, _ = self._extent(run)
             hidden = (drafted - 1, length - 1) if self.drafts else (0, 0)
-            of_drafter = Columns(id, (departure.drafter, drafted), hidden)
-            of_target = Columns(id, target=(departure.target, length - 1))
+            of_drafter = Columns(id, (departure.sent.drafter[1], drafted), hidden)
+            of_target = Columns(id, target=(departure.sent.target[1], length - 1))
             drafter.append((run, of_drafter))
             target.append((run, of_target))
-        requests = [(self._request(run), run.sampling) for run, _ in drafter]
+        for run, _ in drafter:
+            run.draws = int(self.engine.rounds.draws[run.row])
+        requests = [(run.continued(), run.sampling) for run, _ in drafter]
         first = self._message(drafter, requests)
         rest = self._message(target)
         for run, _ in drafter:
@@ -204,8 +204,7 @@ class TransferEndpoint:
         header = message.header
         for (request, sampling), columns in zip(header.requests, header.samples, strict=True):
             [run] = engine.scheduler.made([(request, sampling)])
-            prompt = np.asarray(request.prompt.tokens)
-            tokens = np.concatenate([prompt, run.response])
+            tokens = run.tokens
             row = engine.reserved.get(request.id)
             if row is None or not cache.back(row, len(tokens)):
                 queued.append(run)
@@ -216,9 +215,7 @@ class TransferEndpoint:
             cache.length[row] = len(tokens)
             cache.drafted[row] = max(columns.drafter[1], size, 1)
             prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
-            engine.rounds.seat(row, sampling, request.seed, run.draws)
-            run.row = row
-            run.seats = 1
+            engine.scheduler.seat(run, row)
             runs.append(run)
         self._write(message, {run.request.id for run in runs})
         engine.waiting.extend(queued)
@@ -262,13 +259,6 @@ class TransferEndpoint:
             drafted = int(self.cache.drafted[run.row])
         return int(self.cache.length[run.row]), drafted, size
 
-    def _request(self, run: ActiveRequest) -> Request:
-        """Return the request with which another engine continues a sample."""
-        if run.row >= 0:
-            run.draws = int(self.engine.rounds.draws[run.row])
-        partial = Partial.of(run.so_far("aborted")) if run.response else None
-        return replace(run.request, partial=partial)
-
     def _reserve(
         self,
         id: str,
@@ -280,12 +270,9 @@ class TransferEndpoint:
         cache = self.cache
         response = np.zeros(length - len(prompt), np.int64)  # not known yet
         tokens = np.concatenate([prompt, response])
-        row = cache.open(tokens, len(prompt))
+        row = cache.open(tokens, len(prompt), min(length + ROOM, cache.columns))
         if row is None:
-            return RowReservation(id, refused="no row or no room for the prompt")
-        if not cache.back(row, min(length + ROOM, cache.columns)):
-            cache.close(row)
-            return RowReservation(id, refused=f"no room for {length} tokens")
+            return RowReservation(id, refused=f"no row or no room for {length} tokens")
         prefix = cache.prefix[row]
         size = len(prefix.tokens)
         computed = prefix.computed == size or prefix.key in coming

@@ -7,7 +7,6 @@ of a group draws the same requests; the first one speaks for it. Position-keyed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import Partial, Request, Sampling
+from megatron_rlspec.types import Request, Sampling
 
 
 class MovingRequest(msgspec.Struct, frozen=True):
@@ -75,13 +74,7 @@ def regroup(
         if target[id] == switch.new_group:
             here.append((each.request, each.sampling))
     rows_here = {run.request.id: run.row for run in engine.running}
-    seated = retile.retile(
-        engine.model,
-        engine.cache,
-        rows,
-        rows_here,
-        switch,
-    )
+    seated = retile.retile(engine.model, engine.cache, rows, rows_here, switch)
     # One rule on all ranks of a group, which must choose the same.
     rule = block[switch.new_group * size].rule if size > 1 else None
     return engine.seat(here, seated, SpecRule.from_json(rule) if rule else None)
@@ -95,16 +88,8 @@ def _requests_of(
         row = None
         if run.row >= 0:
             run.draws = int(engine.rounds.draws[run.row])
-            row = retile.CacheRow.of(
-                engine.cache,
-                run.row,
-                run.request.id,
-                switch.old_group,
-                0,
-            )
-        partial = Partial.of(run.so_far("aborted")) if run.response else None
-        request = replace(run.request, partial=partial)
-        moving.append(MovingRequest(request, run.sampling, row))
+            row = retile.CacheRow.of(engine.cache, run.row, run.request.id, switch.old_group)
+        moving.append(MovingRequest(run.continued(), run.sampling, row))
     # Also while speculation is held off, so that all ranks agree after its release.
     chosen = engine.choice.chosen
     rule = chosen.to_json() if isinstance(chosen, SpecRule) else None

@@ -217,30 +217,20 @@ class CacheRow(NamedTuple):
     target: int
 
     @classmethod
-    def of(
-        cls,
-        cache: Cache,
-        row: int,
-        id: str,
-        source: int,
-        target: int,
-    ) -> CacheRow:
-        """Describe a row of this rank's cache."""
+    def of(cls, cache: Cache, row: int, id: str, source: int) -> CacheRow:
+        """Describe a row of this rank's cache. Its target is not known yet."""
         prefix = cache.prefix[row]
-        tokens = cache.tokens[row, : cache.length[row]].copy()
         computed = int(cache.computed[row])
-        drafted = min(int(cache.drafted[row]), computed)
-        prompt_len = len(prefix.tokens) + 1
         return cls(
             id,
-            tokens,
-            prompt_len,
-            computed,
-            drafted,
-            prefix.computed,
-            prefix.drafted,
-            source,
-            target,
+            tokens=cache.tokens[row, : cache.length[row]].copy(),
+            prompt_len=len(prefix.tokens) + 1,
+            computed=computed,
+            drafted=min(int(cache.drafted[row]), computed),
+            prefix_computed=prefix.computed,
+            prefix_drafted=prefix.drafted,
+            source=source,
+            target=-1,
         )
 
 
@@ -261,9 +251,12 @@ class Stretch(NamedTuple):
         first = min(max(first, self.first), self.last)
         last = min(max(last, first), self.last)
         part = slice(first - self.first, last - self.first)
-        old = None if self.old is None else self.old[part]
-        new = None if self.new is None else self.new[part]
+        old, new = _part(self.old, part), _part(self.new, part)
         return self._replace(first=first, last=last, old=old, new=new)
+
+
+def _part(slots: np.ndarray | None, part: slice) -> np.ndarray | None:
+    return None if slots is None else slots[part]
 
 
 def retile_cache(
@@ -297,39 +290,21 @@ def retile_cache(
         cache.kv[layer] = pool.view(len(pool), 2, -1, width)
         del pool  # `_move` releases it
         moving = drafted if layer >= cache.model.arch.layers else stretches
-        _move(
-            cache.kv,
-            layer,
-            cache.total,
-            moving,
-            switch,
-            split=True,
-        )
+        _move(cache.kv, layer, cache.total, moving, switch, split=True)
         cache.kv[layer] = cache.kv[layer].flatten(1, 2)
     hidden = [cache.hidden[:, None, None]]
     cache.hidden = cache.hidden.new_empty(0)
-    _move(
-        hidden,
-        0,
-        cache.total,
-        undrafted,
-        switch,
-        split=False,
-    )
+    _move(hidden, 0, cache.total, undrafted, switch, split=False)
     cache.hidden = hidden[0][:, 0, 0]
     return seated
 
 
 def _seat(cache: Cache, row: CacheRow) -> int | None:
     """Take a row, and slots for all its tokens; None without room."""
-    new = cache.open(row.tokens, row.prompt_len)
-    if new is None:
-        return None
-    if not cache.back(new, len(row.tokens)):
-        cache.close(new)
-        return None
-    cache.computed[new] = row.computed
-    cache.drafted[new] = max(row.drafted, 1)
+    new = cache.open(row.tokens, row.prompt_len, len(row.tokens))
+    if new is not None:
+        cache.computed[new] = row.computed
+        cache.drafted[new] = max(row.drafted, 1)
     return new
 
 
@@ -345,17 +320,12 @@ def _stretches(
     for row in rows:
         old = old_slots.get(row.id)
         new = seated.get(row.id)
+        groups = row.source, row.target
         prompt = row.prompt_len - 1
-        leaves = None if old is None else old[prompt:]
-        arrives = None if new is None else cache.slots[new, prompt : row.computed]
+        own = slice(prompt, row.computed)
+        slots = None if new is None else cache.slots[new]
         yield Stretch(
-            row.source,
-            row.target,
-            prompt,
-            row.computed,
-            row.drafted,
-            leaves,
-            arrives,
+            *groups, prompt, row.computed, row.drafted, _part(old, own), _part(slots, own)
         )
         shared = row.tokens[:prompt].tobytes()
         key = (row.target, shared if cache.share_prefix else row.id)
@@ -369,17 +339,9 @@ def _stretches(
         if prefix is not None:
             prefix.computed = last
             prefix.drafted = row.prefix_drafted
-        leaves = None if old is None else old[:last]
-        arrives = None if prefix is None else prefix.slots[:last]
-        yield Stretch(
-            row.source,
-            row.target,
-            0,
-            last,
-            row.prefix_drafted,
-            leaves,
-            arrives,
-        )
+        slots = None if prefix is None else prefix.slots
+        whole = slice(last)
+        yield Stretch(*groups, 0, last, row.prefix_drafted, _part(old, whole), _part(slots, whole))
 
 
 def _move(
@@ -426,8 +388,9 @@ def _move(
         key = (rank // switch.new, first, count)
         if key not in buffers:
             going = between(me, rank) if count else []
-            columns = [pool[s.old, :, first : first + count] for s in going]
-            buffers[key] = _flat(columns, pool)
+            columns = [pool[s.old, :, first : first + count].reshape(-1) for s in going]
+            # of the pool's type and device also if nothing goes
+            buffers[key] = torch.cat([pool.new_empty(0), *columns])
         send.append(buffers[key])
         count, _, _ = shared(rank, me)
         coming.append(between(rank, me) if count else [])
@@ -459,10 +422,3 @@ def _move(
         for s, columns in zip(stretches_here, rows, strict=True):
             if s.new is not None:
                 pools[index][s.new, :, first : first + count] = columns
-
-
-def _flat(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the elements of all parts, one after the other; of the dtype and device of `like` if there are none."""
-    if not parts:
-        return like.new_empty(0)
-    return torch.cat([part.reshape(-1) for part in parts])

@@ -17,7 +17,7 @@ class Move:
     ids: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MoveRecord:
     """The record of one move, as a line of `moves.jsonl` has it.
 
