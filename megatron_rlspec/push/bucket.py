@@ -7,6 +7,7 @@ The tensors' bytes follow one another. In memory for requests a safetensors head
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -64,6 +65,25 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
         last = module
     if bucket:
         yield bucket
+
+
+def sizes_of(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the bytes of each tensor that `Bucket.described` names."""
+    sizes = []
+    for dtype, shape in zip(dtypes, shapes, strict=True):
+        sizes.append(math.prod(shape) * getattr(torch, dtype).itemsize)
+    return sizes
+
+
+def unpacked(
+    data: Tensor, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> list[Named]:
+    """Return views of the tensors in `data`, the bytes of a bucket, as `Bucket.described` names them."""
+    parts = data.split(sizes_of(dtypes, shapes))
+    tensors = []
+    for name, part, dtype, shape in zip(names, parts, dtypes, shapes, strict=True):
+        tensors.append((name, part.view(getattr(torch, dtype)).view(shape)))
+    return tensors
 
 
 class Memory:

@@ -18,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec.push.bucket import Bucket
+from megatron_rlspec.push.bucket import Bucket, sizes_of
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
-from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import sizes_of
 
 SIZES = {"first": 1, "second": 2}  # ranks of each engine
 

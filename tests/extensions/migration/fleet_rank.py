@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import embedded_oracle as oracle
 import torch
-import torch.distributed as dist
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
@@ -42,11 +39,8 @@ def engine(**options: Any) -> Any:
 
 def scenario(meeting: str, moves: bool) -> Any:
     """Join the job. Rank 0 drives the fleet and returns what it saw; the others follow."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, _ = oracle.meet(meeting)
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
-    )
     planner = Rebalancer(STEEP, (SpecConfig(3),)) if moves else None
     plans = []
     if planner is not None:

@@ -225,11 +225,12 @@ class Fleet:
                 raise EngineError(f"embedded engine: {self._lost}") from None
             self._astray = False
 
-    def _call(self, name: str, argument: Any = None) -> list[bytes]:
+    def _call(self, name: str, *arguments: Any) -> list[bytes]:
         """Call a method of all engines, one call at a time. Returns the encoded results."""
+        encoded = wire.encode(arguments)
         with self._ordering():
-            self.member.ranks.tell(wire.encode(RankCommand(call=name, argument=argument)))
-            return self.member.call(name, argument)
+            self.member.ranks.tell(wire.encode(RankCommand(call=name, arguments=encoded)))
+            return self.member.call(name, encoded)
 
     def update_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
@@ -239,13 +240,13 @@ class Fleet:
             self.member.update(version, scope, tensors)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        self._call("set_schedule", schedule.to_json())
+        self._call("set_schedule", schedule)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         self._call("set_spec_rule", dict(rule))
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
-        self._call("set_draft_vocabulary", [int(word) for word in words])
+        self._call("set_draft_vocabulary", words)
 
     def spec_rule_report(self) -> dict[str, Any]:
         """Return rank 0's report, which stands for all: every rank has the same rule, and its share of the samples."""
@@ -339,7 +340,7 @@ class Follower:
                 elif order.push is not None:
                     self.member.update(*order.push, ())
                 else:
-                    self.member.call(order.call, order.argument)
+                    self.member.call(order.call, order.arguments)
 
     def close(self) -> None:
         """Wait until rank 0 has closed the fleet, but not for ever: it may have died."""

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.extensions.migration.embedded.engine import CALLS
 from megatron_rlspec.host import ports
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.types import Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.speculation.round_log import Round
+from megatron_rlspec.types import Request, Sample, Sampling, SpecSchedule
 
 Make = Callable[[int, dist.ProcessGroup], EmbeddedEngine]  # of a rank, in the group of all
 
@@ -49,7 +50,7 @@ class LedEngine:
             raise
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        self._tell("generate", wire.encode(list(requests)), msgspec.msgpack.encode(sampling))
+        self._tell("generate", list(requests), sampling)
         try:
             return self.engine.generate(requests, sampling)
         except RuntimeError as error:  # a collective: another rank is gone
@@ -58,22 +59,23 @@ class LedEngine:
             ) from None
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
-        self._tell("set_schedule", msgspec.msgpack.encode(schedule.to_json()))
+        self._tell("set_schedule", schedule)
         self.engine.set_schedule(schedule)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
-        self._tell("set_spec_rule", msgspec.msgpack.encode(rule))
+        self._tell("set_spec_rule", rule)
         self.engine.set_spec_rule(rule)
 
-    def _tell(self, *call: Any) -> None:
-        message = msgspec.msgpack.encode(call)
+    def _tell(self, name: str, *arguments: Any) -> None:
+        """Have the others call a method of their engines."""
         for rank, pipe in enumerate(self._followers, 1):
             try:
-                pipe.send_bytes(message)
+                pipe.send_bytes(name.encode())
+                pipe.send_bytes(wire.encode(arguments))
             except OSError:
                 raise EngineError(f"embedded engine: the process of rank {rank} ended") from None
 
-    def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+    def recent_rounds(self) -> list[Round]:
         return self.engine.recent_rounds()
 
     def describe(self) -> EngineDescription:
@@ -111,16 +113,9 @@ def _follow(
     engine = _join(make, rank, size, meeting)
     while True:
         try:
-            name, *parts = msgspec.msgpack.decode(pipe.recv_bytes())
+            name = pipe.recv_bytes().decode()
+            arguments = wire.decode(pipe.recv_bytes(), CALLS[name])
         except EOFError:
             break
-        if name == "generate":
-            engine.generate(
-                wire.decode(parts[0], list[Request]),
-                msgspec.msgpack.decode(parts[1], type=Sampling),
-            )
-        elif name == "set_spec_rule":
-            engine.set_spec_rule(msgspec.msgpack.decode(parts[0]))
-        else:
-            engine.set_schedule(SpecSchedule.from_json(msgspec.msgpack.decode(parts[0])))
+        getattr(engine, name)(*arguments)
     dist.destroy_process_group()

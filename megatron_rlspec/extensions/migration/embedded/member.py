@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
+from megatron_rlspec.extensions.migration.embedded.engine import CALLS, MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.move import (
     Arrivals,
@@ -33,9 +33,9 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Pending, Ranks
-from megatron_rlspec.push.bucket import Named, buckets
+from megatron_rlspec.push.bucket import Bucket, Memory, Named, buckets, unpacked
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.types import Load, Request, Sample, Sampling, Scope, SpecSchedule
+from megatron_rlspec.types import Load, Request, Sample, Sampling, Scope
 
 BUCKET = 64 << 20  # bytes of weights in one message
 Requests = list[tuple[Request, Sampling]]
@@ -52,12 +52,12 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class RankCommand(msgspec.Struct, frozen=True):
-    """What rank 0 has all ranks do: a tick, a push (version, scope), or a method of the engine with its argument."""
+    """What rank 0 has all ranks do: a tick, a push (version, scope), or a method of the engine, by `CALLS`."""
 
     tick: Tick | None = None
     push: tuple[int, Scope] | None = None
     call: str = ""
-    argument: Any = None
+    arguments: bytes = b""
     close: bool = False
 
 
@@ -71,22 +71,20 @@ class Report(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arrival:
     """A move with this rank as its target, while it lasts.
 
+    source   rank
     first    stage 1, which travels
     granted  ids of the samples that may come
-    refused  why some may not
+    record   of what has arrived
     """
 
-    move: Move
+    source: int
     first: Pending
     granted: list[str]
-    refused: str
-    bytes: int = 0
-    ms: float = 0.0
-    ids: list[str] = field(default_factory=list)  # that have arrived
+    record: MoveRecord
 
 
 class Member:
@@ -165,20 +163,9 @@ class Member:
         if wanted == now:
             return
         began = time.perf_counter()
-        self.runs = regroup(
-            self.engine,
-            self.ranks,
-            self.groups,
-            wanted,
-            how,
-        )
-        record = {
-            "from": now,
-            "to": wanted,
-            "samples": open_requests,
-            "how": how,
-            "ms": (time.perf_counter() - began) * 1e3,
-        }
+        self.runs = regroup(self.engine, self.ranks, self.groups, wanted, how)
+        ms = (time.perf_counter() - began) * 1e3
+        record = {"from": now, "to": wanted, "samples": open_requests, "how": how, "ms": ms}
         self.changes.append(record)
 
     def _loads(self, order: Tick) -> list[Load]:
@@ -285,7 +272,8 @@ class Member:
         self.ranks.send(source, wire.encode(grants))
         granted = [grant.id for grant in grants if not grant.refused]
         refused = next((grant.refused for grant in grants if grant.refused), "")
-        return Arrival(move, self.ranks.expect(source), granted, refused)
+        record = MoveRecord(move.source, move.target, [], "kv", 0, refused=refused)
+        return Arrival(source, self.ranks.expect(source), granted, record)
 
     def _take_verified(self, arrival: Arrival) -> None:
         began = time.perf_counter()
@@ -299,55 +287,38 @@ class Member:
         rests = []
         for arrival in coming:
             message = self._receive_rest(arrival)
-            arrival.ids = [columns.id for columns in message.header.samples]
+            contexts = {one.id: one.context for one in self.reports[arrival.source].load.running}
+            for columns in message.header.samples:
+                arrival.record.ids.append(columns.id)
+                arrival.record.tokens += contexts.get(columns.id, 0)
             messages.append((arrival.granted, message))
             rests.append(partial(self._receive_rest, arrival))
         arrivals = Arrivals(self.mover, messages, rests)
         self.runs += [*arrivals.runs, *arrivals.queued]
         self._step(arrivals)
         arrivals.receive_rests()
-        for arrival in coming:
-            self._record(arrival)
+        self._moved += [arrival.record for arrival in coming]
 
     def _receive_rest(self, arrival: Arrival) -> KVMessage:
         """Receive a message of stage 2."""
         began = time.perf_counter()
-        data = self.ranks.receive(int(arrival.move.source))
+        data = self.ranks.receive(arrival.source)
         self._count(arrival, len(data), began)
         return KVMessage.unpack(data)
 
     def _count(self, arrival: Arrival, size: int, began: float) -> None:
-        arrival.bytes += size
-        arrival.ms += (time.perf_counter() - began) * 1e3
-
-    def _record(self, arrival: Arrival) -> None:
-        source = self.reports[int(arrival.move.source)]
-        contexts = {held.id: held.context for held in source.load.running}
-        record = MoveRecord(
-            source=arrival.move.source,
-            target=arrival.move.target,
-            ids=arrival.ids,
-            how="kv",
-            tokens=sum(contexts.get(id, 0) for id in arrival.ids),
-            bytes=arrival.bytes,
-            ms=arrival.ms,
-            refused=arrival.refused,
-        )
-        self._moved.append(record)
+        arrival.record.bytes += size
+        arrival.record.ms += (time.perf_counter() - began) * 1e3
 
     # ---- everything else --------------------------------------------------------------------------------------------
 
-    def call(self, name: str, argument: Any) -> list[bytes]:
+    def call(self, name: str, encoded: bytes) -> list[bytes]:
         """Call a method of every rank's engine. Returns the encoded results of all ranks. Raises EngineError."""
         error = ""
         result = b""
+        arguments = wire.decode(encoded, CALLS[name]) if name in CALLS else ()
         try:
-            if name == "set_schedule":
-                argument = SpecSchedule.from_json(argument)
-            elif name == "set_draft_vocabulary":
-                argument = torch.tensor(argument).numpy()
-            method = getattr(self.engine, name)
-            result = wire.encode(method() if argument is None else method(argument))
+            result = wire.encode(getattr(self.engine, name)(*arguments))
         except EngineError as failed:
             error = f"rank {self.ranks.rank}: {failed}"
         answers = self.ranks.share(wire.encode((error, result)))
@@ -379,37 +350,27 @@ class Member:
 
     def _sent(self, tensors: Iterable[Named]) -> Generator[Named, None, None]:
         """Yield rank 0's tensors after every rank has them."""
+        memory = Memory()
         whole = False
         try:
             for lot in buckets(tensors, BUCKET):
-                heads = []
-                parts = []
-                for name, tensor in lot:
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    heads.append((name, dtype, list(tensor.shape)))
-                    flat = tensor.detach().cpu().contiguous().view(-1)
-                    parts.append(flat.view(torch.uint8))
-                self.ranks.tell(wire.encode(heads))
-                self.ranks.tell(torch.cat(parts).numpy().tobytes())
+                bucket = Bucket(lot)
+                bucket.pack(memory)
+                self.ranks.tell(wire.encode(bucket.described))
+                self.ranks.tell(bucket.data().numpy().tobytes())
+                bucket.done()
                 yield from lot
             whole = True
         finally:
-            end = "whole" if whole else "cut"
-            self.ranks.tell(wire.encode([("", end, [])]))
+            self.ranks.tell(wire.encode({"whole": whole}))
 
     def _received(self) -> Generator[Named, None, None]:
         """Yield the tensors of `_sent`. Raises EngineError if rank 0 sent a part of them only."""
         while True:
-            heads = wire.decode(self.ranks.tell(), list[tuple[str, str, list[int]]])
-            if not heads[0][0]:
-                if heads[0][1] == "cut":
-                    raise EngineError("the update ended early on rank 0")
-                return
+            described = wire.decode(self.ranks.tell(), dict[str, Any])
+            if "whole" in described:
+                break
             received = bytearray(self.ranks.tell())
-            data = torch.frombuffer(received, dtype=torch.uint8)
-            for name, dtype, shape in heads:
-                kind = getattr(torch, dtype)
-                size = kind.itemsize * torch.Size(shape).numel()
-                tensor = data[:size].view(kind)
-                yield name, tensor.view(shape)
-                data = data[size:]
+            yield from unpacked(torch.frombuffer(received, dtype=torch.uint8), **described)
+        if not described["whole"]:
+            raise EngineError("the update ended early on rank 0")

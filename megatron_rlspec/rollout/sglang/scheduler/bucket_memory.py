@@ -10,12 +10,12 @@ on a GPU of its own, to which the bucket went from pinned memory.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from megatron_rlspec.push.bucket import sizes_of, unpacked
 from megatron_rlspec.rollout.sglang.gpu_memory import copied
 from megatron_rlspec.rollout.sglang.schemas import HandleBody
 
@@ -38,37 +38,13 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
     device = torch.device(worker.model_runner.device)
     if payloads and bytes(payloads[0][: len(_MAGIC)]) == _MAGIC:
         asked = json.loads(payloads[0][len(_MAGIC) :])
-        dtypes = asked["dtypes"]
-        shapes = asked["shapes"]
-        sizes = sizes_of(dtypes, shapes)
-        bucket = copied(asked["handle"], sum(sizes), device)
-        return tensors_of(bucket, sizes, asked["names"], dtypes, shapes)
+        handle = asked.pop("handle")
+        size = sum(sizes_of(asked["dtypes"], asked["shapes"]))
+        return unpacked(copied(handle, size, device), **asked)
     message = original(worker, payloads)
     if isinstance(message, dict) and "flattened_tensor" in message:
         message["flattened_tensor"] = _on_device(message["flattened_tensor"], device)
     return message
-
-
-def sizes_of(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the bytes of each tensor."""
-    return [
-        math.prod(shape) * getattr(torch, dtype).itemsize
-        for dtype, shape in zip(dtypes, shapes, strict=True)
-    ]
-
-
-def tensors_of(
-    bucket: torch.Tensor,
-    sizes: Sequence[int],
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-) -> list[tuple[str, torch.Tensor]]:
-    """Return views of a bucket's bytes, which follow one another."""
-    parts = zip(names, bucket.split(list(sizes)), dtypes, shapes, strict=True)
-    return [
-        (name, part.view(getattr(torch, dtype)).view(shape)) for name, part, dtype, shape in parts
-    ]
 
 
 def _on_device(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
