@@ -92,15 +92,15 @@ def _choose(name: str, agrees: Agrees, what: str, device: torch.device) -> Modul
 def draws_agree(kernel: ModuleType, device: torch.device) -> bool:
     """Return whether `kernels.sampling` draws what `noise.draw` does: 64 rows, a third of them with top-k."""
     generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(64, 5000, generator=generator)).to(device)
+    logits = 3 * torch.randn(64, 5000, generator=generator).to(device)
     rows = torch.arange(64, device=device)
+    positions = rows * 7
     top_ks = torch.where(rows % 3 == 0, 1 + rows, 5000).to(torch.int32)
-    tokens, _ = kernel.sample(
-        logits, kernel.Draws(rows, rows * 7, torch.ones(64, device=device), top_ks)
-    )
+    ones = torch.ones(64, device=device)
+    tokens, _ = kernel.sample(logits, kernel.Draws(rows, positions, ones, top_ks))
     ranks = logits.argsort(dim=1, descending=True, stable=True).argsort(1)
     limited = logits.masked_fill(ranks >= top_ks[:, None], float("-inf"))
-    return bool((draw(limited, rows, rows * 7) == tokens).all())
+    return torch.equal(draw(limited, rows, positions), tokens)
 
 
 def losses_agree(kernel: ModuleType, device: torch.device) -> bool:
@@ -108,9 +108,8 @@ def losses_agree(kernel: ModuleType, device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
     student, teacher = 3 * torch.randn(2, 4, 2500, generator=generator)
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
-        near = _compare_losses(
-            kernel, student.to(device, dtype), teacher.to(device, dtype), tolerance
-        )
+        logits = student.to(device, dtype), teacher.to(device, dtype)
+        near = _compare_losses(kernel, *logits, tolerance)
         if not bool(near.all()):
             return False
     return True
@@ -121,52 +120,56 @@ def _compare_losses(
 ) -> torch.Tensor:
     """Return, for each comparison with float64, whether the kernels agree. Logits of student and teacher: [4, V]."""
     temperature = 0.9
-    width = student.shape[1]
+    chunk = student, student.shape[1], temperature
     rows = torch.arange(len(student), device=student.device)
     z = student.double().div(temperature).requires_grad_()
+    z_of_teacher = taught.double().div(temperature)
     logq = z.log_softmax(1)
-    logp = taught.double().div(temperature).log_softmax(1)
+    logp = z_of_teacher.log_softmax(1)
+    q = logq.exp()
+    p = logp.exp()
     labels = draw(logp, rows, rows)
-    label_z = z.detach().gather(1, labels[:, None])[:, 0]
+    index = labels[:, None]
     losses = {
-        "ce": -logq.gather(1, labels[:, None])[:, 0],
-        "entropy": -(logq.exp() * logq).sum(1),
-        "forward_kl": (logp.exp() * (logp - logq)).sum(1),
-        "reverse_kl": (logq.exp() * (logq - logp)).sum(1),
-        "tv": 1 - torch.minimum(logq.exp(), logp.exp()).sum(1),
+        "ce": -logq.gather(1, index)[:, 0],
+        "entropy": -(q * logq).sum(1),
+        "forward_kl": (p * (logp - logq)).sum(1),
+        "reverse_kl": (q * (logq - logp)).sum(1),
+        "tv": 1 - torch.minimum(q, p).sum(1),
     }
-    lse_of_teacher = torch.logsumexp(taught.double() / temperature, 1)
-    teacher = kernel.Teacher(taught, lse_of_teacher, rows)
+    teacher = kernel.Teacher(taught, z_of_teacher.logsumexp(1), rows)
+    label_scores = z.detach().gather(1, index)[:, 0].float()
     sharpness = z.new_tensor(SHARPNESS).float()
-    noise = kernel.Noise(rows, rows, labels, label_z.float(), sharpness)
+    noise = kernel.Noise(rows, rows, labels, label_scores, sharpness)
     near = []
     for kind, loss in losses.items():
         moment = "none" if kind in ("ce", "tv") else kind
-        read = kernel.read(student, width, temperature, moment, teacher, noise)
-        lse = read.peak.double() + read.total.double().log()
-        overlap, loser = kernel.write_against(student, width, temperature, lse, "tv", teacher)
+        read = kernel.read(*chunk, moment, teacher, noise)
         log_total = read.total.log()
-        values = {
-            "ce": read.peak + log_total - noise.scores,
-            "entropy": log_total - read.second / read.total,
-            "forward_kl": read.second + log_total,
-            "reverse_kl": read.second / read.total - log_total,
-            "tv": 1 - overlap,
-        }
-        value = values[kind]
-        ones = torch.ones_like(value)
+        lse = read.peak.double() + read.total.double().log()
+        ones = torch.ones_like(log_total)
         grad = student.clone()  # the kernels write the gradient in place of the logits
+        into = grad, *chunk[1:], lse
         if kind == "ce":
-            kernel.write_label(grad, width, temperature, lse, labels, -ones)
+            value = read.peak + log_total - label_scores
+            kernel.write_label(*into, labels, -ones)
         elif kind == "entropy":
-            kernel.write_label(grad, width, temperature, lse, labels, 0 * ones, (ones, value))
+            value = log_total - read.second / read.total
+            kernel.write_label(*into, labels, 0 * ones, (ones, value))
+        elif kind == "forward_kl":
+            value = read.second + log_total
+            kernel.write_against(*into, kind, teacher, ones, ones)
+        elif kind == "reverse_kl":
+            value = read.second / read.total - log_total
+            kernel.write_against(*into, kind, teacher, ones, value)
         else:
-            second = {"forward_kl": ones, "reverse_kl": value, "tv": loser}[kind]
-            kernel.write_against(grad, width, temperature, lse, kind, teacher, ones, second)
+            overlap, loser = kernel.write_against(*into, kind, teacher)
+            value = 1 - overlap
+            kernel.write_against(*into, kind, teacher, ones, loser)
         (expected,) = torch.autograd.grad(loss.sum(), z, retain_graph=True)
         near.append((value - loss).norm() <= 1e-4 * loss.norm())
         near.append((grad - expected).norm() <= tolerance * expected.norm())
         near.append((read.best == z.argmax(1)).all())
-    coupled = draw_each(logq.detach().float(), rows, rows, SHARPNESS) == labels[:, None]
+    coupled = draw_each(logq.detach().float(), rows, rows, SHARPNESS) == index
     near.append((coupled == ~read.beaten).all())
     return torch.stack(near)

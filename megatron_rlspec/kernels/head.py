@@ -182,7 +182,6 @@ def _second_pass(
             entropies,
             scales,
             second,
-            second,
             overlap,
             loser,
             KIND=kind,

@@ -173,7 +173,6 @@ def gradient(
     entropies,  # [C]
     scales,  # [C]
     seconds,  # [C]
-    masses,  # [C]
     overlaps,  # [C]
     losers,  # [C]
     KIND: tl.constexpr,
@@ -185,7 +184,8 @@ def gradient(
     """Write one row's gradient in z in place of its logits, and add up over this rank's words.
 
     KIND label   on_logprob · ∂ log q(label) + on_entropy · ∂ entropy; places: the label's column, -1 on other ranks
-    other kinds  scales · ∂ loss; seconds: Σ q log(q / p), or `losers` of all ranks for tv; masses: Σ p over the words
+    other kinds  scales · ∂ loss; seconds over the words of all ranks: Σ p for forward_kl, Σ q log(q / p) for
+                 reverse_kl, `losers` for tv
     TEACHER      write overlaps, Σ min(p, q), and losers, Σ of q where q < p
     """
     row = tl.program_id(0)
@@ -207,10 +207,7 @@ def gradient(
                 entropy = tl.load(entropies + row)
         else:
             scale = tl.load(scales + row)
-            if KIND == "forward_kl":
-                mass = tl.load(masses + row)
-            else:
-                second = tl.load(seconds + row)
+            second = tl.load(seconds + row)
     for tile in range(0, width, BLOCK):
         at = tile + lanes
         inside = at < width
@@ -238,7 +235,7 @@ def gradient(
                 if on_entropy is not None:
                     value -= spread * q * (logq + entropy)
             elif KIND == "forward_kl":
-                value = scale * (q * mass - p)
+                value = scale * (q * second - p)
             elif KIND == "reverse_kl":
                 value = scale * q * (logq - logp - second)
             else:

@@ -24,6 +24,7 @@ from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import known_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
+from megatron_rlspec.speculation.round_log import Round
 from megatron_rlspec.types import (
     Load,
     Partial,
@@ -235,7 +236,7 @@ class SGLangEngine(Connection):
             stats.append(RoundStats(**fields))
         return stats
 
-    def recent_rounds(self) -> list[tuple[SpecConfig, int, int, float | None]]:
+    def recent_rounds(self) -> list[Round]:
         """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
         rounds = self.field("control/recent_rounds", "rounds", list)
         return [(SpecConfig(**config), *rest) for config, *rest in rounds]

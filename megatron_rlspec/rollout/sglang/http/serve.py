@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rlspec import texts
 from megatron_rlspec.arguments import Parser, integer
@@ -324,16 +324,27 @@ def arguments_for(
     arguments = _engine_arguments(options, device)
     if options.spec == "off":
         return arguments, Settings(options.verifier), {}
-    rule = _rule(options, tp)
-    arguments += _drafter_arguments(options, rule.start)
+    table = _cost_table(options, tp)
+    candidates = _candidates(options)
+    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
+    drafting = [steps for steps in candidates if steps]
+    start = min(drafting)
+    spec_rule: dict[str, Any] | None = None  # the engine makes a rule of its model's config.json
+    if options.spec == "fixed":
+        start = max(drafting)
+        schedule = SpecSchedule.fixed(SpecConfig(options.num_steps))
+        spec_rule = {"schedule": schedule.to_json()}
+    elif table is not None:
+        spec_rule = {"table": str(Path(options.cost_table).resolve())}
+    arguments += _drafter_arguments(options, start)
     settings = Settings(
         options.verifier,
-        rule.spec_rule,
-        off=0 in rule.candidates,
+        spec_rule,
+        off=0 in candidates,
         drafts=options.drafts,
         ragged=options.ragged,
     )
-    return arguments, settings, rule.slots
+    return arguments, settings, _slots(options, candidates, table)
 
 
 def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
@@ -378,37 +389,6 @@ def _drafter_arguments(options: argparse.Namespace, start: int) -> list[str]:
     if options.verifier == "rejection":
         arguments.append("--speculative-use-rejection-sampling")
     return arguments
-
-
-class _Rule(NamedTuple):
-    """What an engine decides its drafts by.
-
-    spec_rule   `Settings.spec_rule`; None: the engine makes a rule of its model's config.json
-    candidates  step counts that it may switch between
-    start       step count that SGLang is launched with
-    slots       step counts from each batch size on, for SGLang's adaptive configuration
-    """
-
-    spec_rule: dict[str, Any] | None
-    candidates: list[int]
-    start: int
-    slots: dict[str, Any]
-
-
-def _rule(options: argparse.Namespace, tp: str) -> _Rule:
-    """Choose the rule: a fixed number of drafts, a cost table, or the model's sizes. Raises ServeError."""
-    table = _cost_table(options, tp)
-    candidates = _candidates(options)
-    slots = _slots(options, candidates, table)
-    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
-    drafting = [steps for steps in candidates if steps]
-    if options.spec == "fixed":
-        schedule = SpecSchedule.fixed(SpecConfig(options.num_steps))
-        return _Rule({"schedule": schedule.to_json()}, candidates, max(drafting), slots)
-    spec_rule = None
-    if table is not None:
-        spec_rule = {"table": str(Path(options.cost_table).resolve())}
-    return _Rule(spec_rule, candidates, min(drafting), slots)
 
 
 def _cost_table(options: argparse.Namespace, tp: str) -> CostTable | None:

@@ -14,28 +14,17 @@ def hooks() -> Iterator[Hook]:
     yield "sglang.srt.managers.schedule_batch.Req.update_finish_state", end_first, "AROUND"
 
 
-def abortion() -> Any:
-    """Return the reason with which a request ends that is aborted."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    return FINISH_ABORT()
-
-
-def asked_for(reason: Any) -> bool:
-    """Return whether a request ends because a client or a move aborted it, and not for an error."""
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    return isinstance(reason, FINISH_ABORT) and reason.status_code is None
-
-
 def end_first(original: Callable, request: Any, *args: Any, **kwargs: Any) -> None:
     """Let a round that reaches a sample's end be its end, even if it is to be aborted.
 
     SGLang looks for stop tokens only in requests that go on. Otherwise an aborted sample could hold its last token and
     further ones behind it, and continue there in the next step or in another engine.
     """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
     reason = request.to_finish
-    if reason is not None and asked_for(reason):
+    # by a client or a move, and not for an error
+    if isinstance(reason, FINISH_ABORT) and reason.status_code is None:
         request.to_finish = None
         original(request, *args, **kwargs)
         if request.finished():
