@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rlspec.noise import draw, draw_each
 from megatron_rlspec.types import SHARPNESS
@@ -18,7 +19,7 @@ Agrees = Callable[[ModuleType, torch.device], bool]
 logger = logging.getLogger(__name__)
 
 
-def sampling(logits: torch.Tensor) -> ModuleType | None:
+def sampling(logits: Tensor) -> ModuleType | None:
     """Return `kernels.sampling` if it draws from these logits, None for plain torch.
 
     It does on a CUDA device with Triton, if it draws the tokens there that plain torch draws.
@@ -28,7 +29,7 @@ def sampling(logits: torch.Tensor) -> ModuleType | None:
     return _choose("sampling", draws_agree, "tokens are drawn", logits.device)
 
 
-def head(weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> ModuleType | None:
+def head(weight: Tensor, group: dist.ProcessGroup | None = None) -> ModuleType | None:
     """Return `kernels.head` if it computes losses from logits of this output layer, None for plain torch.
 
     It does on a CUDA device with Triton, in bfloat16 and float32, if losses and gradients there are those of float64,
@@ -116,8 +117,8 @@ def losses_agree(kernel: ModuleType, device: torch.device) -> bool:
 
 
 def _compare_losses(
-    kernel: ModuleType, student: torch.Tensor, taught: torch.Tensor, tolerance: float
-) -> torch.Tensor:
+    kernel: ModuleType, student: Tensor, taught: Tensor, tolerance: float
+) -> Tensor:
     """Return, for each comparison with float64, whether the kernels agree. Logits of student and teacher: [4, V]."""
     temperature = 0.9
     chunk = student, student.shape[1], temperature

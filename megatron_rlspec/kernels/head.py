@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from torch import Tensor
 
 from megatron_rlspec.kernels import loss_passes
 
@@ -19,10 +20,10 @@ class Teacher:
     rows [C] int64 says which of the M it is; columns [width] int32, which of the W words are the student's; None: all.
     """
 
-    logits: torch.Tensor
-    lse: torch.Tensor
-    rows: torch.Tensor
-    columns: torch.Tensor | None = None
+    logits: Tensor
+    lse: Tensor
+    rows: Tensor
+    columns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,29 +35,29 @@ class Noise:
     offset       id of the first word; words [width] int32: their ids, if they are not consecutive
     """
 
-    seeds: torch.Tensor
-    keys: torch.Tensor
-    labels: torch.Tensor
-    scores: torch.Tensor
-    factors: torch.Tensor
+    seeds: Tensor
+    keys: Tensor
+    labels: Tensor
+    scores: Tensor
+    factors: Tensor
     offset: int = 0
-    words: torch.Tensor | None = None
+    words: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Statistics:
     """What `statistics` finds: [C] each, beaten [C, F]; undefined where it was not asked for."""
 
-    peak: torch.Tensor
-    total: torch.Tensor
-    second: torch.Tensor
-    mass: torch.Tensor
-    best: torch.Tensor
-    beaten: torch.Tensor
+    peak: Tensor
+    total: Tensor
+    second: Tensor
+    mass: Tensor
+    best: Tensor
+    beaten: Tensor
 
 
 def read(
-    logits: torch.Tensor,
+    logits: Tensor,
     width: int,
     temperature: float,
     kind: str = "none",
@@ -101,13 +102,13 @@ def read(
 
 
 def write_label(
-    logits: torch.Tensor,
+    logits: Tensor,
     width: int,
     temperature: float,
-    lse: torch.Tensor,
-    places: torch.Tensor,
-    on_logprob: torch.Tensor,
-    entropy: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lse: Tensor,
+    places: Tensor,
+    on_logprob: Tensor,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Replace logits by `on_logprob` times the gradient of log q(label) in z, plus that of the entropy.
 
@@ -119,15 +120,15 @@ def write_label(
 
 
 def write_against(
-    logits: torch.Tensor,
+    logits: Tensor,
     width: int,
     temperature: float,
-    lse: torch.Tensor,
+    lse: Tensor,
     kind: str,
     teacher: Teacher,
-    scales: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scales: Tensor | None = None,
+    second: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return Σ min(p, q) [C] and Σ of q where q < p [C], over these words; with `scales [C]`, replace the logits.
 
     They become `scales` times the gradient of `kind` in z. second [C]: over all words, Σ p for forward_kl,
@@ -152,21 +153,21 @@ def write_against(
 
 
 def _second_pass(
-    logits: torch.Tensor,
+    logits: Tensor,
     width: int,
     temperature: float,
-    lse: torch.Tensor,
+    lse: Tensor,
     kind: str,
-    places: torch.Tensor | None = None,
-    on_logprob: torch.Tensor | None = None,
-    on_entropy: torch.Tensor | None = None,
-    entropies: torch.Tensor | None = None,
+    places: Tensor | None = None,
+    on_logprob: Tensor | None = None,
+    on_entropy: Tensor | None = None,
+    entropies: Tensor | None = None,
     teacher: Teacher | None = None,
     write: bool = True,
-    scales: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-    overlap: torch.Tensor | None = None,
-    loser: torch.Tensor | None = None,
+    scales: Tensor | None = None,
+    second: Tensor | None = None,
+    overlap: Tensor | None = None,
+    loser: Tensor | None = None,
 ) -> None:
     if len(logits):
         loss_passes.gradient[(len(logits),)](
@@ -196,7 +197,7 @@ def _mapped(teacher: Teacher | None) -> bool:
     return teacher is not None and teacher.columns is not None
 
 
-def _given(teacher: Teacher | None, logits: torch.Tensor) -> list[torch.Tensor | int | None]:
+def _given(teacher: Teacher | None, logits: Tensor) -> list[Tensor | int | None]:
     if teacher is None:
         return [logits, 0, None, None, None]
     return [teacher.logits, teacher.logits.stride(0), teacher.rows, teacher.lse, teacher.columns]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from megatron_rlspec.kernels import keyed_draw
 
@@ -34,14 +35,14 @@ class Draws:
     limit, and a sharpness of 1. words [V]: the token ids of the columns; None: column i is token i.
     """
 
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    temperatures: torch.Tensor
-    top_ks: torch.Tensor | None = None
-    top_ps: torch.Tensor | None = None
-    min_ps: torch.Tensor | None = None
-    sharpness: torch.Tensor | None = None
-    words: torch.Tensor | None = None
+    seeds: Tensor
+    positions: Tensor
+    temperatures: Tensor
+    top_ks: Tensor | None = None
+    top_ps: Tensor | None = None
+    min_ps: Tensor | None = None
+    sharpness: Tensor | None = None
+    words: Tensor | None = None
 
     @property
     def limited(self) -> bool:
@@ -52,7 +53,7 @@ class Draws:
 class _KernelCall:
     """One call: logits [N, V], and what the kernels hand on."""
 
-    def __init__(self, logits: torch.Tensor, draws: Draws) -> None:
+    def __init__(self, logits: Tensor, draws: Draws) -> None:
         if logits.stride(1) != 1:
             raise ValueError(
                 f"logits have a stride of {logits.stride(1)} between columns; expected 1"
@@ -103,10 +104,10 @@ class _KernelCall:
         self._of_sums = limits | read | part
         self._of_choice = limits | read | noise | launch_options("choose")
 
-    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _list(self, prefix: str, *shape: int) -> dict[str, torch.Tensor]:
+    def _list(self, prefix: str, *shape: int) -> dict[str, Tensor]:
         """Return room for lists of stairs, with their floors, and with the maximum and the sum of a part or a row."""
         return {
             f"{prefix}_z": self._empty(*shape, STAIRS),
@@ -118,13 +119,13 @@ class _KernelCall:
             f"{prefix}_total": self._empty(*shape, dtype=torch.float64),
         }
 
-    def scan(self) -> dict[str, torch.Tensor]:
+    def scan(self) -> dict[str, Tensor]:
         """List the stairs of each part: the first read. Returns tensors [N, parts, ...]."""
         lists = self._list("part", self.rows, self.parts)
         keyed_draw.scan[self.rows, self.parts](**lists, PARTS=self.parts, **self._of_scan)
         return lists
 
-    def merge(self, lists: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def merge(self, lists: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the list of each row, and the number of stairs in it: tensors [N, ...]."""
         merged = self._list("row", self.rows) | {
             "counts": self._empty(self.rows, dtype=torch.int32)
@@ -133,7 +134,7 @@ class _KernelCall:
         keyed_draw.merge[(self.rows,)](**lists, **merged, PARTS=parts, **self._of_merge)
         return merged
 
-    def add_up(self, merged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def add_up(self, merged: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add up what comes before each stair, in each part: the second read, of rows with limits only."""
         shape = self.rows, self.parts
         sums = {
@@ -146,9 +147,7 @@ class _KernelCall:
             keyed_draw.add_up[shape](**given, **sums, PARTS=self.parts, **self._of_sums)
         return sums
 
-    def choose(
-        self, merged: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, merged: dict[str, Tensor], sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the token [N] int64 and its log-prob [N]."""
         tokens = self._empty(self.rows, dtype=torch.int64)
         logprobs = self._empty(self.rows)
@@ -164,7 +163,7 @@ class _KernelCall:
         return tokens, logprobs
 
 
-def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Draw a column [N] int64 of each row of logits [N, V], with its log-prob [N] at the row's temperature.
 
     The log-prob is of all tokens, whatever the limits are. The host does not wait for the device.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder, Placement
@@ -27,9 +28,9 @@ SPARE = 16  # columns
 class TreeColumns(NamedTuple):
     """Columns of a draft tree: B samples, T queries each, E columns in flight."""
 
-    start: torch.Tensor  # [B] the first column in flight
-    ancestors: torch.Tensor  # [B, T, E] bool: what each query sees of those
-    depth: torch.Tensor  # [B, T] position of each query, counted from `start`
+    start: Tensor  # [B] the first column in flight
+    ancestors: Tensor  # [B, T, E] bool: what each query sees of those
+    depth: Tensor  # [B, T] position of each query, counted from `start`
 
 
 class Prefix:
@@ -209,8 +210,8 @@ class Cache:
 
     def plan(
         self,
-        read: torch.Tensor,
-        columns: torch.Tensor,
+        read: Tensor,
+        columns: Tensor,
         *,
         drafter: bool = False,
         valid: np.ndarray | None = None,

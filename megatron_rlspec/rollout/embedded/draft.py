@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.embedded import verify
@@ -21,19 +22,17 @@ from megatron_rlspec.types import SHARPNESS
 # Runs the drafter on C candidates of each sample: (hidden [B, C, H] of their parents, tokens [B, C],
 # ancestors [B, C, E] among the E nodes that the drafter has run on, these included, level)
 # -> (hidden [B, C, H], logits [B, C, V])
-Expand = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]
-]
+Expand = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 # Picks children: (logits [B, C, V], level) -> (log-probabilities [B, C, topk], tokens [B, C, topk])
-Pick = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+Pick = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Candidates(NamedTuple):
     """The M drafted candidates of each sample."""
 
-    tokens: torch.Tensor  # [B, M]
-    parents: torch.Tensor  # [B, M]
-    scores: torch.Tensor  # [B, M]
+    tokens: Tensor  # [B, M]
+    parents: Tensor  # [B, M]
+    scores: Tensor  # [B, M]
     depth: np.ndarray  # [M], from 1
 
 
@@ -50,7 +49,7 @@ class Drafted(NamedTuple):
     """The drafts of a round. q: under rejection, the drafter's probabilities [B, num_steps, V], else None."""
 
     tree: Tree
-    q: torch.Tensor | None = None
+    q: Tensor | None = None
 
     def joined(self, other: Drafted) -> Drafted:
         """Return the drafts of two batches as one batch, padded to the larger number of nodes."""
@@ -71,7 +70,7 @@ def _padded(values: np.ndarray, width: int) -> np.ndarray:
 def likeliest(topk: int) -> Pick:
     """Return a `Pick` of the drafter's topk likeliest tokens."""
 
-    def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pick(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         if topk == 1:
             token = logits.argmax(-1, keepdim=True)
             return logits.gather(-1, token) - logits.logsumexp(-1, keepdim=True), token
@@ -90,10 +89,10 @@ class Coupling(NamedTuple):
     sharpness  the factor s on log q
     """
 
-    seeds: torch.Tensor
-    keys: torch.Tensor
+    seeds: Tensor
+    keys: Tensor
     settings: Settings
-    words: torch.Tensor | None = None
+    words: Tensor | None = None
     sharpness: float = SHARPNESS[0]
 
 
@@ -105,10 +104,10 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
     it, if log p differs from s · log q by independent noise of the same kind.
     """
 
-    def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def pick(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         batch, branches, width = logits.shape
 
-        def spread(values: torch.Tensor) -> torch.Tensor:
+        def spread(values: Tensor) -> Tensor:
             return values.repeat_interleave(branches)
 
         settings = Settings(*map(spread, coupling.settings))
@@ -130,10 +129,10 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
     return pick
 
 
-def among(words: torch.Tensor, pick: Pick) -> Pick:
+def among(words: Tensor, pick: Pick) -> Pick:
     """Return a `Pick` whose tokens are `words [S]`, for logits over these words."""
 
-    def of_words(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_words(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         logprobs, columns = pick(logits, level)
         return logprobs, words[columns]
 
@@ -141,7 +140,7 @@ def among(words: torch.Tensor, pick: Pick) -> Pick:
 
 
 def grow(
-    hidden: torch.Tensor, logits: torch.Tensor, steps: int, topk: int, expand: Expand, pick: Pick
+    hidden: Tensor, logits: Tensor, steps: int, topk: int, expand: Expand, pick: Pick
 ) -> Candidates:
     """Grow candidates from the drafter's first output, `hidden [B, H]` and `logits [B, V]`.
 

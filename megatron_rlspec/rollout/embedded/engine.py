@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.models.config import sharpness_of
@@ -75,7 +76,7 @@ class EmbeddedEngine:
     def __init__(
         self,
         hf_config: Mapping[str, Any],
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, Tensor]],
         *,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
@@ -91,7 +92,7 @@ class EmbeddedEngine:
         share_prefix: bool = True,
         group: torch.distributed.ProcessGroup | None = None,
         version: int = 0,
-        draft_words: torch.Tensor | None = None,
+        draft_words: Tensor | None = None,
         tokenizer: Callable[[], Any] | None = None,
         ends: Iterable[int] = (),
     ) -> None:
@@ -181,7 +182,7 @@ class EmbeddedEngine:
         return [run.sample for run in runs if run.sample is not None]
 
     def update_weights(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], scope: Scope = "all"
     ) -> None:
         """See `RolloutEngine`. An update may hold a part of the scope's tensors.
 

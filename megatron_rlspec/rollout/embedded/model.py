@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_rlspec.models.config import DRAFTER, refusal, stated_ends
 from megatron_rlspec.models.config import PREFIX as EAGLE3
@@ -146,46 +147,46 @@ def is_drafter(name: str) -> bool:
 class Placement(NamedTuple):
     """Positions, cache slots and attention mask of the N tokens of one forward."""
 
-    cos: torch.Tensor  # [N, 1, D]
-    sin: torch.Tensor  # [N, 1, D]
-    write: torch.Tensor  # [N] cache slot of each token
-    read: torch.Tensor  # [B * L] cache slots of each sample, padded with any valid slot
-    mask: torch.Tensor  # [B, 1, T * A / K, L] 0 or -inf
+    cos: Tensor  # [N, 1, D]
+    sin: Tensor  # [N, 1, D]
+    write: Tensor  # [N] cache slot of each token
+    read: Tensor  # [B * L] cache slots of each sample, padded with any valid slot
+    mask: Tensor  # [B, 1, T * A / K, L] 0 or -inf
     # [N] index of each token in the padded [B * T]; None when nothing is padded
-    place: torch.Tensor | None
-    first: torch.Tensor  # [N] bool: rotary position 0
+    place: Tensor | None
+    first: Tensor  # [N] bool: rotary position 0
 
 
 @dataclass
 class Layer:
     """Parameters of one transformer layer, fused where one matrix product can serve several of them."""
 
-    norm1: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    out: torch.Tensor
-    norm2: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    norm1: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    norm2: Tensor
+    gate_up: Tensor
+    down: Tensor
 
 
 class Shard(NamedTuple):
     """This rank's part of one Hugging Face tensor: a view into the fused parameter that the forward uses."""
 
-    view: torch.Tensor
+    view: Tensor
     dim: int | None  # the dimension split over tensor-parallel ranks
 
 
 class Parameter(NamedTuple):
     """A parameter of the forward, and the Hugging Face tensors that are blocks of its rows."""
 
-    fused: torch.Tensor
+    fused: Tensor
     rows: dict[str, int]  # rows of each block on this rank
     split: int | None  # the dimension split over tensor-parallel ranks
 
-    def blocks(self) -> dict[str, torch.Tensor]:
+    def blocks(self) -> dict[str, Tensor]:
         """Return the blocks by name, as views."""
         return dict(zip(self.rows, self.fused.split(list(self.rows.values())), strict=True))
 
@@ -217,7 +218,7 @@ class Decoder:
         self.tensors: dict[str, Shard] = {}
         self.parameters: list[Parameter] = []
         # [S] words of the draft head's columns, -1: none; None: all words
-        self.draft_ids: torch.Tensor | None = None
+        self.draft_ids: Tensor | None = None
         self.draft_head = self._draft_rows = torch.empty(0)
         h = arch.hidden
         v = arch.vocab
@@ -269,9 +270,7 @@ class Decoder:
         words = drafter.draft_vocab_size // self.comm.size
         self.draft_head = self._new({EAGLE3 + "lm_head.weight": words}, h, 0)
 
-    def target(
-        self, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def target(self, tokens: Tensor, plan: Placement, cache: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Run the target over tokens [N]. Returns hidden states [N, H] after the final norm, and the drafter's input.
 
         That is the same tensor for MTP, and the inputs of n layers side by side, [N, n · H], for EAGLE-3.
@@ -285,9 +284,7 @@ class Decoder:
         x = self._rms(x, self.norm)
         return x, torch.cat(kept, -1) if kept else x
 
-    def draft(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, plan: Placement, cache: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def draft(self, hidden: Tensor, tokens: Tensor, plan: Placement, cache: list[Tensor]) -> Tensor:
         """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] of the pairs.
 
         As in MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0. The
@@ -311,7 +308,7 @@ class Decoder:
         state = self.packed.linear(torch.cat(parts, -1), self.input_proj)
         return self._rms(self._block(self.mtp, state, plan, kv), self.final_norm)
 
-    def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _projected(self, hidden: Tensor) -> Tensor:
         """Return `fc` of the target's hidden states [N, n · H], normed before as the drafter says, [N, H]."""
         if self.joined_norm is not None:
             hidden = self._rms(hidden, self.joined_norm)
@@ -321,11 +318,11 @@ class Decoder:
             hidden = torch.cat(list(normed), -1)
         return self.packed.linear(hidden, self.input_proj)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, V] of hidden states [N, H], in float32 or float64."""
         return self._logits(hidden, self.head)
 
-    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def draft_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [N, S] of the words that drafts are chosen from; column i is the word `draft_ids[i]`."""
         if self.arch.eagle3:
             normed = self.arch.eagle3.norm_output
@@ -340,7 +337,7 @@ class Decoder:
         """Return how many tokens drafts are chosen from; 0: all."""
         return 0 if self.draft_ids is None else int((self.draft_ids >= 0).sum())
 
-    def set_draft_vocabulary(self, words: torch.Tensor) -> None:
+    def set_draft_vocabulary(self, words: Tensor) -> None:
         """Choose drafts from `words [S]`. Raises ValueError for ids outside the vocabulary, and for a word twice."""
         if self.arch.eagle3:
             raise ValueError(
@@ -369,14 +366,14 @@ class Decoder:
             self.packed.forget(self.draft_head)
             self.draft_head = self.head.index_select(0, self._draft_rows)
 
-    def _logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         full = self.comm.concat(self.packed.linear(hidden, head), -1)
         if full.dtype == torch.float64:
             return full
         return full.float()
 
     @torch.no_grad()
-    def write(self, name: str, full: torch.Tensor) -> None:
+    def write(self, name: str, full: Tensor) -> None:
         """Copy this rank's part of a full tensor into the parameter. Raises ValueError for a wrong shape."""
         shard = self.tensors[name]
         part = full
@@ -396,7 +393,7 @@ class Decoder:
             shape[dim] *= self.comm.size
         return tuple(shape)
 
-    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor); under tensor parallelism every rank must iterate."""
         for name, (view, dim) in self.tensors.items():
             yield name, view if dim is None else self.comm.concat(view, dim)
@@ -404,11 +401,11 @@ class Decoder:
     def _block(
         self,
         layer: Layer,
-        x: torch.Tensor,
+        x: Tensor,
         plan: Placement,
-        kv: torch.Tensor,
-        read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        kv: Tensor,
+        read: Tensor | None = None,
+    ) -> Tensor:
         """Run a layer. Its attention reads `read`, or the norm of x."""
         n = x.shape[0]
         d = self.arch.head_dim
@@ -429,7 +426,7 @@ class Decoder:
         gate, up = self.packed.linear(normed, layer.gate_up).chunk(2, -1)
         return self._add(x, F.silu(gate).mul_(up), layer.down)
 
-    def _attend(self, query: torch.Tensor, plan: Placement, kv: torch.Tensor) -> torch.Tensor:
+    def _attend(self, query: Tensor, plan: Placement, kv: Tensor) -> Tensor:
         """Return the attention output [N, A * D] of query [N, A, D]. The query heads of a key head share its reads."""
         k = self.kv_heads
         d = self.arch.head_dim
@@ -445,13 +442,13 @@ class Decoder:
         out = out.view(b, k, -1, group, d).transpose(1, 2).reshape(-1, self.heads * d)
         return out if plan.place is None else out.index_select(0, plan.place)
 
-    def _add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return x + y @ weightᵀ, with the product summed over ranks; only the first rank adds x."""
         if self.comm.rank == 0:
             return self.comm.sum(self.packed.add(x, y, weight))
         return self.comm.sum(self.packed.linear(y, weight))
 
-    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         width = (x.shape[-1],)
         # as in Transformers: normalise in float32, scale in x.dtype
         if x.dtype in (torch.bfloat16, torch.float16):
@@ -491,7 +488,7 @@ class Decoder:
 
     def _new(
         self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Make one parameter from the named blocks of rows; a vector, for norms and biases, without `columns`."""
         shape = [sum(rows.values())]
         if columns is not None:

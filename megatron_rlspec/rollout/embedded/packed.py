@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 # elements of a matrix that is packed: a call of oneDNN costs 10 µs more, and small matrices stay in cache
 LEAST = 1 << 17
@@ -18,32 +19,30 @@ class PackedWeights:
     """The copies, by matrix. A copy is made at its first use, and again after its matrix has changed in place."""
 
     def __init__(self) -> None:
-        self._copies: dict[torch.Tensor, tuple[int, torch.Tensor | None]] = {}
+        self._copies: dict[Tensor, tuple[int, Tensor | None]] = {}
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x [..., I] @ weightᵀ + bias [..., O] of a weight [O, I]."""
         packed = self._packed(weight)
         if packed is None:
             return F.linear(x, weight, bias)
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def add(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """Return x [N, O] + y [N, I] @ weightᵀ, rounded once."""
         packed = self._packed(weight)
         if packed is None:
             return torch.addmm(x, y, weight.t())
         return torch.ops.mkldnn._linear_pointwise.binary(y, x, packed, None, "add")
 
-    def forget(self, weight: torch.Tensor | None = None) -> None:
+    def forget(self, weight: Tensor | None = None) -> None:
         """Drop the copy of a matrix, or all. Needed after changes through `.data`, which torch does not count."""
         if weight is None:
             self._copies.clear()
         else:
             self._copies.pop(weight, None)
 
-    def _packed(self, weight: torch.Tensor) -> torch.Tensor | None:
+    def _packed(self, weight: Tensor) -> Tensor | None:
         version, copy = self._copies.get(weight, (-1, None))
         if version != weight._version:
             copy = _pack(weight)
@@ -51,7 +50,7 @@ class PackedWeights:
         return copy
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor | None:
+def _pack(weight: Tensor) -> Tensor | None:
     """Return a copy in oneDNN's layout; None for a small matrix, or without a fast product of this dtype."""
     if weight.device.type != "cpu" or weight.numel() < LEAST:
         return None

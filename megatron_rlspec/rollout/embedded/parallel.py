@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Solo:
@@ -12,13 +13,13 @@ class Solo:
     rank = 0
     size = 1
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         return x
 
     def mean(self, value: float, device: str) -> float:
         return value
 
-    def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def concat(self, x: Tensor, dim: int) -> Tensor:
         return x
 
 
@@ -30,7 +31,7 @@ class TensorParallel:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.group)
         return x
 
@@ -38,7 +39,7 @@ class TensorParallel:
         """Return the mean of a number over the ranks, in float64, so that they choose the same by it."""
         return float(self.sum(torch.tensor(value, dtype=torch.float64, device=device))) / self.size
 
-    def concat(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+    def concat(self, x: Tensor, dim: int) -> Tensor:
         parts = [
             torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)
         ]

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
@@ -191,7 +192,7 @@ class RoundRunner:
     def _draft(
         self,
         rows: np.ndarray,
-        read: torch.Tensor,
+        read: Tensor,
         config: SpecConfig,
         selection: Selection | None,
     ) -> Drafted:
@@ -203,7 +204,7 @@ class RoundRunner:
         hidden = self._extend(rows, read)
         if config.num_steps == 0:
             return Drafted(draft.roots(pending))
-        q: list[torch.Tensor] = []
+        q: list[Tensor] = []
         candidates = draft.grow(
             hidden,
             self.model.draft_logits(hidden),
@@ -224,14 +225,14 @@ class RoundRunner:
         tree = draft.cut(pending, candidates, keep)
         return Drafted(tree, torch.stack(q, 1) if q else None)
 
-    def _expand(self, rows: np.ndarray, read: torch.Tensor, chain: bool) -> draft.Expand:
+    def _expand(self, rows: np.ndarray, read: Tensor, chain: bool) -> draft.Expand:
         """Return the function that runs the drafter on a level of candidates."""
         model = self.model
         start = self._to(self.cache.length[rows])
 
         def expand(
-            parents: torch.Tensor, tokens: torch.Tensor, ancestors: torch.Tensor, level: int
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+            parents: Tensor, tokens: Tensor, ancestors: Tensor, level: int
+        ) -> tuple[Tensor, Tensor]:
             batch, expanded, nodes = ancestors.shape
             newest = torch.arange(nodes - expanded, nodes, device=start.device)
             columns = start[:, None] + newest
@@ -247,7 +248,7 @@ class RoundRunner:
 
         return expand
 
-    def _pick(self, rows: np.ndarray, topk: int, q: list[torch.Tensor]) -> draft.Pick:
+    def _pick(self, rows: np.ndarray, topk: int, q: list[Tensor]) -> draft.Pick:
         """Return the function that picks a candidate's children.
 
         q  gets the probabilities [B, V] of each level, if drafts are sampled from them
@@ -266,13 +267,13 @@ class RoundRunner:
             pick = draft.likeliest(topk)
         return pick if words is None else draft.among(words, pick)
 
-    def _sampled(self, rows: np.ndarray, q: list[torch.Tensor]) -> draft.Pick:
+    def _sampled(self, rows: np.ndarray, q: list[Tensor]) -> draft.Pick:
         words = self.model.draft_ids
         settings = self._settings(rows)
         seeds = self._to(self.seeds[rows, verify.DRAFT])
         first = self._to(self.draws[rows])
 
-        def pick(logits: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def pick(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
             logp = verify.logprobs(logits[:, 0], settings.temperature)
             support = verify.support(logp, settings)
             whole = support
@@ -285,7 +286,7 @@ class RoundRunner:
 
         return pick
 
-    def _extend(self, rows: np.ndarray, read: torch.Tensor) -> torch.Tensor:
+    def _extend(self, rows: np.ndarray, read: Tensor) -> Tensor:
         """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
         cache = self.cache
         chunk = self.prefill_chunk
@@ -310,8 +311,8 @@ class RoundRunner:
         rows: np.ndarray,
         first: np.ndarray,
         last: np.ndarray,
-        read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        read: Tensor | None = None,
+    ) -> Tensor:
         """Run the drafter on the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H]."""
         cache = self.cache
         if read is None:
@@ -326,7 +327,7 @@ class RoundRunner:
     def _verify(
         self,
         rows: np.ndarray,
-        read: torch.Tensor,
+        read: Tensor,
         drafted: Drafted,
         chain: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -365,8 +366,8 @@ class RoundRunner:
         return targets, logprobs
 
     def _target_logits(
-        self, rows: np.ndarray, read: torch.Tensor, tree: draft.Tree, chain: bool
-    ) -> torch.Tensor:
+        self, rows: np.ndarray, read: Tensor, tree: draft.Tree, chain: bool
+    ) -> Tensor:
         """Run the target on the valid nodes of trees; returns their logits [N, V]."""
         cache = self.cache
         start = cache.length[rows] - 1
@@ -386,14 +387,14 @@ class RoundRunner:
         """Return how the rows are sampled, [B] each."""
         return Settings(*(self._to(values[rows]) for values in self.settings))
 
-    def _read(self, rows: np.ndarray, last: np.ndarray) -> torch.Tensor:
+    def _read(self, rows: np.ndarray, last: np.ndarray) -> Tensor:
         return self._to(self.cache.slots[rows, : int(last.max())])
 
-    def _to(self, x: np.ndarray) -> torch.Tensor:
+    def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
 
 
-def spread(q: torch.Tensor, words: torch.Tensor, vocab: int) -> torch.Tensor:
+def spread(q: Tensor, words: Tensor, vocab: int) -> Tensor:
     """Return probabilities `q [N, S]` of `words [S]` as `[N, vocab]`; columns of no word (-1) hold probability 0."""
     return q.new_zeros(len(q), vocab).index_add_(1, words.clamp(min=0), q)
 

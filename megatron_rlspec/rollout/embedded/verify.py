@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_rlspec.noise import draw, uniform
 
@@ -33,10 +34,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 class Settings(NamedTuple):
     """How N tokens are sampled, [N] each."""
 
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    min_p: torch.Tensor
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
 
 
 class Committed(NamedTuple):
@@ -59,19 +60,19 @@ def streams(seed: int) -> np.ndarray:
     return y.view(np.int64)
 
 
-def coin(probability: torch.Tensor, seeds: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def coin(probability: Tensor, seeds: Tensor, keys: Tensor) -> Tensor:
     """Sample bool [N], true with `probability [N]`."""
     drawn = uniform(seeds, keys, 1)[:, 0]
     return (drawn < probability) | (probability >= 1)
 
 
-def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+def logprobs(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return log softmax(logits / T) [N, V] with `temperature [N]` as T; rows with T = 0 use T = 1."""
     divisor = torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)
     return torch.log_softmax(logits / divisor[:, None], -1)
 
 
-def filtered(logp: torch.Tensor, settings: Settings) -> torch.Tensor:
+def filtered(logp: Tensor, settings: Settings) -> Tensor:
     """Return `logp [N, V]` with -inf outside top-k, top-p and min-p, not normalised again.
 
     A token stays if fewer than top_k tokens are likelier, if the likelier ones have a total probability of at most
@@ -96,7 +97,7 @@ def filtered(logp: torch.Tensor, settings: Settings) -> torch.Tensor:
     return logp.masked_fill(outside, float("-inf"))
 
 
-def support(logp: torch.Tensor, settings: Settings) -> torch.Tensor:
+def support(logp: Tensor, settings: Settings) -> Tensor:
     """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
     out = filtered(logp, settings).softmax(-1)
     greedy = settings.temperature == 0
@@ -106,9 +107,7 @@ def support(logp: torch.Tensor, settings: Settings) -> torch.Tensor:
     return out
 
 
-def sample(
-    logp: torch.Tensor, settings: Settings, seeds: torch.Tensor, keys: torch.Tensor
-) -> torch.Tensor:
+def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Tensor:
     """Sample the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`."""
     greedy = settings.temperature == 0
     likeliest = logp.argmax(-1)
@@ -144,13 +143,13 @@ def walk(
 
 
 def reject(
-    drafts: torch.Tensor,
-    q: torch.Tensor,
-    p: torch.Tensor,
-    coin_seeds: torch.Tensor,
-    residual_seeds: torch.Tensor,
-    keys: torch.Tensor,
-) -> torch.Tensor:
+    drafts: Tensor,
+    q: Tensor,
+    p: Tensor,
+    coin_seeds: Tensor,
+    residual_seeds: Tensor,
+    keys: Tensor,
+) -> Tensor:
     """Verify chains by rejection. Returns tokens [B, k + 1] to commit: accepted drafts, one sampled token, then -1.
 
     drafts `[B, k]`    sampled from `q [B, k, V]`

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 # Query-key pairs of one padded prefill call. A larger one processes its requests one by one, without padding.
 _MAX_PADDED_PAIRS = 1 << 25
@@ -24,11 +25,11 @@ class _Plan:
 
     def __init__(
         self,
-        key_buffer: torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        rows: torch.Tensor,
-        mask: torch.Tensor | None,
-        query_rows: torch.Tensor | None = None,
+        key_buffer: Tensor,
+        inputs: tuple[Tensor, ...],
+        rows: Tensor,
+        mask: Tensor | None,
+        query_rows: Tensor | None = None,
     ) -> None:
         self.first_buffer = key_buffer.data_ptr()
         self.inputs = inputs
@@ -38,11 +39,11 @@ class _Plan:
         self.mask = mask
         self.query_rows = query_rows
 
-    def gather(self, buffer: torch.Tensor) -> torch.Tensor:
+    def gather(self, buffer: Tensor) -> Tensor:
         """Return [B, S, n, d] of a paged buffer. `index_select` takes a quarter of the time of indexing by a matrix."""
         return buffer.index_select(0, self.rows).view(*self.shape, *buffer.shape[1:])
 
-    def serves(self, key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> bool:
+    def serves(self, key_buffer: Tensor, inputs: tuple[Tensor, ...]) -> bool:
         """Return whether this is the plan of the present pass. The first layer's buffer comes once a pass."""
         same = len(inputs) == len(self.inputs) and all(map(operator.is_, self.inputs, inputs))
         return same and key_buffer.data_ptr() != self.first_buffer
@@ -51,9 +52,7 @@ class _Plan:
 _plan: _Plan | None = None  # of the present pass
 
 
-def _shared(
-    key_buffer: torch.Tensor, inputs: tuple[torch.Tensor, ...], make: Callable[[], tuple]
-) -> _Plan:
+def _shared(key_buffer: Tensor, inputs: tuple[Tensor, ...], make: Callable[[], tuple]) -> _Plan:
     """Return the plan of the present pass, which its layers share."""
     global _plan
     if _plan is None or not _plan.serves(key_buffer, inputs):
@@ -62,12 +61,12 @@ def _shared(
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend: query [B, L, h, d]; key, value [B, S, n, d]; mask from `_additive`. Returns [B, L, h, d].
 
     The h / n query heads of one key head become further query rows, so that grouped heads need no copy of the keys.
@@ -89,7 +88,7 @@ def _attend(
     )
 
 
-def _additive(visible: torch.Tensor, query: torch.Tensor, key_buffer: torch.Tensor) -> torch.Tensor:
+def _additive(visible: Tensor, query: Tensor, key_buffer: Tensor) -> Tensor:
     """Turn visible [B, L, S] bool into 0 or -inf, [B, 1, (h / n) * L, S], in the query's dtype."""
     mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
     group = query.shape[-2] // key_buffer.shape[-2]
@@ -105,25 +104,25 @@ def _refuse(name: str, **unsupported: object) -> None:
 
 
 def decode_attention_cpu(
-    query: torch.Tensor,
-    key_buffer: torch.Tensor,
-    value_buffer: torch.Tensor,
+    query: Tensor,
+    key_buffer: Tensor,
+    value_buffer: Tensor,
     key_scale: float,
     value_scale: float,
-    output: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    loc: torch.Tensor,
-    attn_logits: torch.Tensor,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
+    output: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    loc: Tensor,
+    attn_logits: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
     scaling: float,
     logit_cap: float,
     is_cross_attention: bool,
     sliding_window: int,
-    encoder_lens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    encoder_lens: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """Attend with one query per request: query, output [B, h, d]; buffers [rows, n, d].
 
@@ -158,27 +157,27 @@ def decode_attention_cpu(
 
 
 def extend_attention_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    key_buffer: torch.Tensor,
-    value_buffer: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    key_buffer: Tensor,
+    value_buffer: Tensor,
     key_scale: float,
     value_scale: float,
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    extend_lens: torch.Tensor,
-    extend_start: torch.Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    extend_lens: Tensor,
+    extend_start: Tensor,
     max_extend_len: int,
     scaling: float,
     logit_cap: float,
     is_cross_attention: bool,
     sliding_window: int,
-    encoder_lens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
+    encoder_lens: Tensor | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
     """Attend with the last `extend_lens[i]` tokens of request i: prefill, verify and draft-extend. Causal.

@@ -14,6 +14,7 @@ import ctypes
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from megatron_rlspec import noise
 from megatron_rlspec.rollout.sglang.cpu.attention import decode_attention_cpu, extend_attention_cpu
@@ -27,11 +28,11 @@ def _chain_only(name: str, topk: int) -> None:
 
 
 def assign_req_to_token_pool_cpu(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
     """Write the cache rows `out_cache_loc` to positions start[i]..end[i] of every request, one after the other."""
@@ -40,11 +41,11 @@ def assign_req_to_token_pool_cpu(
 
 
 def assign_extend_cache_locs_cpu(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
     """Read the cache rows of positions start[i]..end[i] of every request into `out_cache_loc`: the reverse."""
@@ -52,9 +53,7 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc[: len(places[0])] = req_to_token[places].to(out_cache_loc.dtype)
 
 
-def _places(
-    slots: torch.Tensor, start: torch.Tensor, end: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(slots: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Return (slot, position) of every element of the ranges start[i]..end[i], request after request."""
     lengths = (end - start).long()
     if bool((lengths == 1).all()):  # as in most decode rounds
@@ -65,10 +64,10 @@ def _places(
 
 
 def assign_draft_cache_locs_contiguous_cpu(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
     pool_len: int,
     topk: int,
     num_steps: int,
@@ -82,27 +81,27 @@ def assign_draft_cache_locs_contiguous_cpu(
 
 
 def build_draft_decode_metadata_cpu(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
     topk: int,
     num_steps: int,
     pool_len: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the rows of `req_to_token` of the drafting requests, [B, longest context that drafting reaches]."""
     _chain_only("build_draft_decode_metadata_cpu", topk)
     return req_to_token[req_pool_indices.long(), : int(seq_lens.max()) + num_steps]
 
 
 def build_tree_kernel_efficient_cpu(
-    parent_list: torch.Tensor,
-    selected_index: torch.Tensor,
-    verified_seq_len: torch.Tensor,
-    tree_mask: torch.Tensor,
-    positions: torch.Tensor,
-    retrieve_index: torch.Tensor,
-    retrieve_next_token: torch.Tensor,
-    retrieve_next_sibling: torch.Tensor,
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrieve_index: Tensor,
+    retrieve_next_token: Tensor,
+    retrieve_next_sibling: Tensor,
     topk: int,
     depth: int,
     draft_token_num: int,
@@ -125,14 +124,14 @@ def build_tree_kernel_efficient_cpu(
 
 
 def verify_tree_greedy_cpu(
-    predicts: torch.Tensor,
-    accept_index: torch.Tensor,
-    accept_token_num: torch.Tensor,
-    candidates: torch.Tensor,
-    retrive_index: torch.Tensor,
-    retrive_next_token: torch.Tensor,
-    retrive_next_sibling: torch.Tensor,
-    target_predict: torch.Tensor,
+    predicts: Tensor,
+    accept_index: Tensor,
+    accept_token_num: Tensor,
+    candidates: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    target_predict: Tensor,
 ) -> None:
     """Accept drafts while they equal the target's tokens. Writes its results in place; chains only.
 
@@ -150,7 +149,7 @@ def verify_tree_greedy_cpu(
 
 
 def fill_bonus_tokens_cpu(
-    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, stride: int
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, stride: int
 ) -> None:
     """Write the last accepted token of every request. accept_tokens [B, stride]; accept_lens [B] includes it."""
     last = torch.arange(len(accept_lens)) * stride + accept_lens - 1
@@ -158,7 +157,7 @@ def fill_bonus_tokens_cpu(
 
 
 def fill_accept_out_cache_loc_cpu(
-    accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor
+    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
 ) -> None:
     """Write the cache rows of the accepted nodes, packed to the front."""
     accepted = accept_index[accept_index >= 0].long()
@@ -166,7 +165,7 @@ def fill_accept_out_cache_loc_cpu(
 
 
 def copy_all_layer_kv_cache_cpu(
-    data_ptrs: torch.Tensor, strides: torch.Tensor, target: torch.Tensor, source: torch.Tensor
+    data_ptrs: Tensor, strides: Tensor, target: Tensor, source: Tensor
 ) -> None:
     """Copy rows `source` to rows `target` in every buffer. Buffers come as addresses, row sizes `strides` in bytes.
 
@@ -179,9 +178,7 @@ def copy_all_layer_kv_cache_cpu(
             ctypes.memmove(address + to * stride, row, stride)
 
 
-def murmur_hash32_cpu(
-    seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
-) -> torch.Tensor:
+def murmur_hash32_cpu(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
     """Hash (seed, position, column): seed [N] int64, positions [N], columns [V] -> [N, V] uint32; see `noise`."""
     return noise.murmur3(seed.view(torch.int64), positions.view(torch.int64), columns).view(
         torch.uint32

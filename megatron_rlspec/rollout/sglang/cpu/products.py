@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from megatron_rlspec.rollout.embedded.packed import PackedWeights
 
@@ -35,20 +35,18 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
         yield f"{UPDATER}.{writer}", _forget, "AFTER"
 
 
-def _apply(
-    method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def _apply(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     return _weights.linear(x, layer.weight, bias)
 
 
 def _head(
     original: Callable,
     processor: Any,
-    hidden: torch.Tensor,
+    hidden: Tensor,
     head: Any,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     **more: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply by an output layer that is a plain matrix, of the hidden states' dtype; leave others to SGLang."""
     weight = getattr(head, "weight", None)
     plain = type(getattr(head, "quant_method", None)).__name__ in (

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.kernels import chosen
@@ -54,12 +55,12 @@ class _Rows:
     drafts from all tokens.
     """
 
-    seeds: torch.Tensor
-    temperatures: torch.Tensor
-    top_ks: torch.Tensor
-    sharpness: torch.Tensor
-    top_ps: torch.Tensor
-    min_ps: torch.Tensor
+    seeds: Tensor
+    temperatures: Tensor
+    top_ks: Tensor
+    sharpness: Tensor
+    top_ps: Tensor
+    min_ps: Tensor
     info: Any = None
 
     def first(self, rows: int, info: Any) -> _Rows:
@@ -138,7 +139,7 @@ class CoupledDrafts:
 
         return run
 
-    def _first(self, batch: Any, keys: torch.Tensor, drafted: Any) -> None:
+    def _first(self, batch: Any, keys: Tensor, drafted: Any) -> None:
         """Choose the first drafts of the next round. SGLang hands their q on as `topk_p`."""
         logits = self._logits.next_token_logits
         rows = _Rows.of(batch.sampling_info)
@@ -187,9 +188,7 @@ class CoupledDrafts:
             )
         return self._buffers
 
-    def _choose(
-        self, logits: torch.Tensor, keys: torch.Tensor, rows: _Rows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(self, logits: Tensor, keys: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
         """Return the drafts [B, 1], columns of `logits [B, S]`, and their log q [B] of all columns.
 
         keys  [B], the positions that predict them

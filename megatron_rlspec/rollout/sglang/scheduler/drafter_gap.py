@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.stash import (
@@ -46,9 +47,9 @@ class Pass:
     behind: list[int]
     starts: list[int]
     sizes: list[int]
-    hidden: torch.Tensor
-    tokens: torch.Tensor
-    following: torch.Tensor
+    hidden: Tensor
+    tokens: Tensor
+    following: Tensor
 
 
 class DrafterGap:
@@ -85,9 +86,9 @@ class DrafterGap:
     def record(
         self,
         reqs: Sequence[Any],
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: torch.Tensor | None = None,
+        hidden: Tensor,
+        tokens: Tensor,
+        counts: Tensor | None = None,
         current: Collection[int] = (),
     ) -> None:
         """Keep the inputs of a round: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) are valid.
@@ -213,7 +214,7 @@ class DrafterGap:
                 following[_on(stops[here] - 1, device)],
             )
 
-    def _part(self, batch: Any, read: Pass) -> tuple[Any, torch.Tensor]:
+    def _part(self, batch: Any, read: Pass) -> tuple[Any, Tensor]:
         """Return the batch of one prefill of the drafter, and the indices of its requests in `batch`."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -276,7 +277,7 @@ class DrafterGap:
                 setattr(spec, name, values)
 
 
-def _between(parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
+def _between(parts: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
     """Return rows [first, last) of the concatenation of parts."""
     selected = []
     begin = 0
@@ -288,7 +289,7 @@ def _between(parts: Sequence[torch.Tensor], first: int, last: int) -> list[torch
     return selected
 
 
-def _on(index: np.ndarray, device: torch.device) -> torch.Tensor:
+def _on(index: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(index).to(device)
 
 
@@ -309,10 +310,10 @@ def _one_hot_draft_probs(batch: Any, current: Sequence[int]) -> None:
     spec.draft_probs = certain
 
 
-def _rows_of(info: Any, index: torch.Tensor, batch: int) -> Any:
+def _rows_of(info: Any, index: Tensor, batch: int) -> Any:
     """Return a `SamplingBatchInfo` with the rows at `index` of what drafting reads."""
     part = copy.copy(info)
     for name, value in vars(info).items():
-        if isinstance(value, torch.Tensor) and value.shape[:1] == (batch,):
+        if isinstance(value, Tensor) and value.shape[:1] == (batch,):
             setattr(part, name, value[index])
     return part

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class SkippedRound:
 
     at: int
     numbers: np.ndarray  # [B] of the requests
-    hidden: torch.Tensor  # [B * width, H]
-    tokens: torch.Tensor  # [B * width]
+    hidden: Tensor  # [B * width, H]
+    tokens: Tensor  # [B * width]
     width: int
-    counts: torch.Tensor | None  # [B]; None: all
+    counts: Tensor | None  # [B]; None: all
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Rows:
     """Rows of one request, in the order of time. `at`: `SkippedRound.at` of each."""
 
     at: np.ndarray  # [n]
-    hidden: torch.Tensor  # [n, H]
-    tokens: torch.Tensor  # [n] int64
+    hidden: Tensor  # [n, H]
+    tokens: Tensor  # [n] int64
 
     def since(self, at: int) -> Rows:
         """Return the rows of the rounds from `at` on."""
@@ -53,7 +54,7 @@ class PinnedBuffer:
         # when the device has read what the buffer holds
         self._copied: torch.cuda.Event | None = None
 
-    def gather(self, parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    def gather(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the concatenation of tensors on the device. Some of them may be there already.
 
         The host gathers while the device computes. It waits for the device only before it fills the buffer again.
@@ -64,7 +65,7 @@ class PinnedBuffer:
         moved = iter(self._move(on_host, device).split([len(part) for part in on_host]))
         return torch.cat([part if part.is_cuda else next(moved) for part in parts])
 
-    def _move(self, parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    def _move(self, parts: list[Tensor], device: torch.device) -> Tensor:
         count = sum(len(part) for part in parts)
         if self._copied is not None:
             self._copied.synchronize()
@@ -79,8 +80,8 @@ class PinnedBuffer:
 
 def split(
     rounds: Sequence[SkippedRound],
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
+    hidden: Tensor,
+    tokens: Tensor,
     counts: np.ndarray,
     wanted: Collection[int] | None = None,
 ) -> dict[int, Rows]:
@@ -125,7 +126,7 @@ class Stash:
         self._newest: Future[dict[int, Rows]] | None = None
         # starts its thread when it is first used
         self._thread = ThreadPoolExecutor(1, "rlspec-stash")
-        self._pinned: dict[torch.dtype, torch.Tensor] = {}
+        self._pinned: dict[torch.dtype, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def put(self, rounds: Sequence[SkippedRound]) -> None:
@@ -151,8 +152,8 @@ class Stash:
         self._chunks.append(self._newest)
 
     def _copy_to_host(
-        self, hidden: list[torch.Tensor], numbers: list[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        self, hidden: list[Tensor], numbers: list[Tensor]
+    ) -> tuple[list[Tensor], torch.cuda.Event]:
         """Copy the concatenations into the pinned buffers, on a stream of its own."""
         if self._newest is not None:
             self._newest.result()  # it has left the buffers since many rounds
@@ -165,7 +166,7 @@ class Stash:
             part.record_stream(self._stream)
         return staged, self._stream.record_event()
 
-    def _stage(self, values: torch.Tensor) -> torch.Tensor:
+    def _stage(self, values: Tensor) -> Tensor:
         pinned = self._pinned.get(values.dtype)
         if pinned is None or pinned.numel() < values.numel():
             pinned = torch.empty(values.numel(), dtype=values.dtype).pin_memory()

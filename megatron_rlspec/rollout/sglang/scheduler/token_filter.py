@@ -8,18 +8,19 @@ rows in which more stay are sorted whole, a few at a time.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 CUT = 1024  # tokens; a nucleus seldom holds more
 WHOLE_ROWS = 32  # rows that are sorted whole at a time
 
 
 def filtered(
-    probs: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor | None,
+    probs: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor | None,
     max_top_k: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return probs [N, V] with everything outside top-k, top-p and min-p set to 0, in token order, not renormalised.
 
     top_ks, top_ps, min_ps [N]. Top-p counts the mass before a token over the unfiltered distribution, as SGLang does.
@@ -41,12 +42,12 @@ def filtered(
 
 
 def _first_of_order(
-    probs: torch.Tensor,
+    probs: Tensor,
     cut: int,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Filter by the `cut` largest values of each row. Also returns [N] whether no token beyond them could stay."""
     vocabulary = probs.shape[-1]
     ordered = probs.topk(cut, dim=-1).values
