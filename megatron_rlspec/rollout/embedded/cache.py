@@ -170,10 +170,10 @@ class Cache:
 
         path  [B, P] nodes, of which a row took the first `accepted [B]` + 1
         """
-        for row, nodes_of_row, count in zip(rows.tolist(), path, accepted.tolist(), strict=True):
-            first = int(self.length[row]) - 1
+        for i, row in enumerate(rows):
+            first = self.length[row] - 1
             slots = self.slots[row, first : first + nodes]
-            taken = nodes_of_row[: count + 1]
+            taken = path[i, : accepted[i] + 1]
             others = np.delete(slots, taken)
             slots[:] = np.concatenate([slots[taken], others])
 
@@ -230,9 +230,10 @@ class Cache:
         else:
             start = tree.start[:, None]
             committed = keys < start[:, None]
-            in_flight = start + torch.arange(tree.ancestors.shape[2], device=read.device)
+            _, queries, nodes = tree.ancestors.shape
+            in_flight = start + torch.arange(nodes, device=read.device)
             index = in_flight[:, None].expand_as(tree.ancestors)
-            seen = committed.expand(-1, columns.shape[1], -1).scatter(2, index, tree.ancestors)
+            seen = committed.expand(-1, queries, -1).scatter(2, index, tree.ancestors)
             positions = start + tree.depth
         if drafter:
             seen = seen & (keys > 0)

@@ -53,10 +53,12 @@ class Drafted(NamedTuple):
 
     def joined(self, other: Drafted) -> Drafted:
         """Return the drafts of two batches as one batch, padded to the larger number of nodes."""
-        width = max(self.tree.tokens.shape[1], other.tree.tokens.shape[1])
+        trees = self.tree, other.tree
+        width = max(tree.tokens.shape[1] for tree in trees)
         fields = []
-        for first, second in zip(self.tree, other.tree, strict=True):
-            fields.append(np.concatenate([_padded(first, width), _padded(second, width)]))
+        for both in zip(*trees, strict=True):
+            padded = [_padded(values, width) for values in both]
+            fields.append(np.concatenate(padded))
         q = None
         if self.q is not None and other.q is not None:
             q = torch.cat([self.q, other.q])
@@ -64,7 +66,8 @@ class Drafted(NamedTuple):
 
 
 def _padded(values: np.ndarray, width: int) -> np.ndarray:
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])))
+    missing = width - values.shape[1]
+    return np.pad(values, ((0, 0), (0, missing)))
 
 
 def likeliest(topk: int) -> Pick:
@@ -73,7 +76,8 @@ def likeliest(topk: int) -> Pick:
     def pick(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
         if topk == 1:
             token = logits.argmax(-1, keepdim=True)
-            return logits.gather(-1, token) - logits.logsumexp(-1, keepdim=True), token
+            score = logits.gather(-1, token)
+            return score - logits.logsumexp(-1, keepdim=True), token
         return torch.log_softmax(logits, -1).topk(topk)
 
     return pick
@@ -122,9 +126,11 @@ def coupled(topk: int, coupling: Coupling) -> Pick:
             token = torch.where(greedy, likeliest, drawn)
             score = logq.gather(1, token)
         else:
-            scores = torch.log_softmax(noisy(sharp, *where), -1).to(logq.dtype)
+            summed = noisy(sharp, *where)
+            scores = torch.log_softmax(summed, -1).to(logq.dtype)
             score, token = torch.where(greedy, logq, scores).topk(topk)
-        return score.view(batch, branches, topk), token.view(batch, branches, topk)
+        shape = batch, branches, topk
+        return score.view(shape), token.view(shape)
 
     return pick
 
@@ -175,11 +181,17 @@ def grow(
         token = tokens[-1].gather(1, best)
         origin = best // topk  # index of the expanded parent
         frontier = topk + (level - 2) * topk**2 + best
-        front_hidden = outputs.gather(1, origin[:, :, None].expand_as(outputs))
-        ancestors = ancestors.gather(1, origin[:, :, None].expand_as(ancestors))
+        above = origin[:, :, None]
+        front_hidden = outputs.gather(1, above.expand_as(outputs))
+        ancestors = ancestors.gather(1, above.expand_as(ancestors))
     sizes = [part.shape[1] for part in tokens]
-    depth = np.repeat(np.arange(1, len(tokens) + 1), sizes)
-    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1), depth)
+    levels = np.arange(1, len(tokens) + 1)
+    return Candidates(
+        tokens=torch.cat(tokens, 1),
+        parents=torch.cat(parents, 1),
+        scores=torch.cat(scores, 1),
+        depth=np.repeat(levels, sizes),
+    )
 
 
 def roots(pending: np.ndarray) -> Tree:
@@ -214,7 +226,9 @@ def cut(pending: np.ndarray, candidates: Candidates, keep: np.ndarray) -> Tree:
 def ancestors(parents: np.ndarray) -> np.ndarray:
     """Return [B, T, T] bool: at (i, j), whether j is i or its ancestor in `parents [B, T]`; node 0 is the root."""
     batch, nodes = parents.shape
-    seen = np.broadcast_to(np.eye(nodes, dtype=bool), (batch, nodes, nodes)).copy()
+    itself = np.eye(nodes, dtype=bool)
+    seen = np.repeat(itself[None], batch, axis=0)
+    samples = np.arange(batch)
     for node in range(1, nodes):  # parents precede their children
-        seen[:, node] |= seen[np.arange(batch), parents[:, node]]
+        seen[:, node] |= seen[samples, parents[:, node]]
     return seen

@@ -380,7 +380,8 @@ class EmbeddedEngine:
         self._append(runs, committed)
         ms = (time.perf_counter() - began) * 1e3
         counts = histogram_of(config.num_steps, accepted)
-        self._log.add(config, len(runs), context, ms, counts, int(verified.sum()), if_all)
+        drafts_verified = int(verified.sum())
+        self._log.add(config, len(runs), context, ms, counts, drafts_verified, if_all)
 
     def _append(self, runs: Sequence[ActiveRequest], committed: Committed) -> None:
         """Append what a round committed to its samples, and end those that it ends."""
@@ -397,10 +398,10 @@ class EmbeddedEngine:
         """Have all tensor-parallel ranks abort the same requests at the same round; one rank's wish is enough."""
         runs = self.scheduler.every
         if self.model.comm.size > 1:
-            flags = torch.tensor(
-                [run.abort for run in runs], dtype=torch.int32, device=self.model.device
-            )
-            for run, abort in zip(runs, self.model.comm.sum(flags).tolist(), strict=True):
+            wishes = [run.abort for run in runs]
+            flags = torch.tensor(wishes, dtype=torch.int32, device=self.model.device)
+            agreed = self.model.comm.sum(flags).tolist()
+            for run, abort in zip(runs, agreed, strict=True):
                 run.abort = abort > 0
 
     def _retract(self) -> None:

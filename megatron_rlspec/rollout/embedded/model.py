@@ -188,7 +188,8 @@ class Parameter(NamedTuple):
 
     def blocks(self) -> dict[str, Tensor]:
         """Return the blocks by name, as views."""
-        return dict(zip(self.rows, self.fused.split(list(self.rows.values())), strict=True))
+        parts = self.fused.split(list(self.rows.values()))
+        return dict(zip(self.rows, parts, strict=True))
 
 
 class Decoder:
@@ -240,7 +241,8 @@ class Decoder:
             self._add_eagle3(arch.eagle3)
         # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
         columns = torch.arange(positions, dtype=torch.float32)
-        angle = torch.outer(columns, arch.rope.frequencies(arch.head_dim)).repeat(1, 2)
+        frequencies = arch.rope.frequencies(arch.head_dim)
+        angle = torch.outer(columns, frequencies).repeat(1, 2)
         size = torch.full((arch.head_dim,), arch.rope.magnitude)
         self.cos = (angle.cos() * size).to(device, dtype)[:, None]
         # with the sign of the rotated half
@@ -330,7 +332,8 @@ class Decoder:
             return self._logits(state, self.draft_head)
         if self.draft_ids is None:
             return self.logits(hidden)
-        return self._logits(hidden, self.draft_head).masked_fill_(self.draft_ids < 0, float("-inf"))
+        logits = self._logits(hidden, self.draft_head)
+        return logits.masked_fill_(self.draft_ids < 0, float("-inf"))
 
     @property
     def draft_vocabulary(self) -> int:
@@ -345,8 +348,8 @@ class Decoder:
             )
         words = words.to(self.device, torch.int64).sort().values
         vocab = self.arch.vocab
-        inside = len(words) > 0 and int(words[0]) >= 0 and int(words[-1]) < vocab
-        if not inside or len(words.unique()) < len(words):
+        inside = (words >= 0) & (words < vocab)
+        if not len(words) or not inside.all() or len(words.unique()) < len(words):
             raise ValueError(
                 f"draft vocabulary: expected different ids from 0 to {vocab - 1}, at least one"
             )
@@ -435,11 +438,13 @@ class Decoder:
         if plan.place is not None:
             padded = query.new_zeros(b * rows // group, self.heads, d)
             query = padded.index_copy_(0, plan.place, query)
-        query = query.reshape(b, -1, k, group, d).transpose(1, 2).reshape(b, k, rows, d)
+        by_head = query.reshape(b, -1, k, group, d).transpose(1, 2)
+        query = by_head.reshape(b, k, rows, d)
         cached = kv.index_select(0, plan.read).view(b, length, 2, k, d)
         keys, values = cached.permute(2, 0, 3, 1, 4)
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask)
-        out = out.view(b, k, -1, group, d).transpose(1, 2).reshape(-1, self.heads * d)
+        by_token = out.view(b, k, -1, group, d).transpose(1, 2)
+        out = by_token.reshape(-1, self.heads * d)
         return out if plan.place is None else out.index_select(0, plan.place)
 
     def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class TensorParallel:
 
     def mean(self, value: float, device: str) -> float:
         """Return the mean of a number over the ranks, in float64, so that they choose the same by it."""
-        return float(self.sum(torch.tensor(value, dtype=torch.float64, device=device))) / self.size
+        total = torch.tensor(value, dtype=torch.float64, device=device)
+        return float(self.sum(total)) / self.size
 
     def concat(self, x: Tensor, dim: int) -> Tensor:
         parts = [

@@ -44,7 +44,8 @@ class ActiveRequest:
     @property
     def tokens(self) -> np.ndarray:
         """Return prompt and response so far, [L] int64."""
-        return np.concatenate([self.request.prompt.tokens, self.response]).astype(np.int64)
+        prompt = self.request.prompt.tokens
+        return np.concatenate([prompt, self.response]).astype(np.int64)
 
     def commit(self, tokens: list[int], logprobs: list[float], version: int) -> Status | None:
         """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends.

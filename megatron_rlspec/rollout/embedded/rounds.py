@@ -124,7 +124,8 @@ class RoundRunner:
                 prefixes.add(prefix.key)
                 span = Span(row, prefix.computed, len(prefix.tokens), prefix)
             else:
-                span = Span(row, int(cache.computed[row]), int(cache.length[row]) - 1, None)
+                pending = int(cache.length[row]) - 1
+                span = Span(row, int(cache.computed[row]), pending, None)
             last = min(span.last, span.first + left)
             if span.first < last:
                 spans.append(span._replace(last=last))
@@ -137,9 +138,11 @@ class RoundRunner:
 
     def missed(self, rows: np.ndarray) -> int:
         """Return how many tokens the drafter must run on beyond those of a usual round: prompts, and rounds off."""
-        generated = np.maximum(self.before[rows] - self.cache.drafted[rows], 0).sum()
-        prompts = [len(prefix.tokens) - prefix.drafted for _, prefix in self._prefixes(rows)]
-        return int(generated) + sum(prompts)
+        behind = self.before[rows] - self.cache.drafted[rows]
+        missed = int(np.maximum(behind, 0).sum())
+        for _, prefix in self._prefixes(rows):
+            missed += len(prefix.tokens) - prefix.drafted
+        return missed
 
     def _prefixes(self, rows: np.ndarray) -> list[tuple[int, Prefix]]:
         """Return the distinct prefixes of rows, each with a row that has it."""
@@ -244,7 +247,8 @@ class RoundRunner:
             parents = parents.reshape(batch * expanded, -1)
             out = model.draft(parents, tokens.reshape(-1), plan, self.cache.kv)
             logits = model.draft_logits(out)
-            return out.view(batch, expanded, -1), logits.view(batch, expanded, -1)
+            shape = batch, expanded, -1
+            return out.view(shape), logits.view(shape)
 
         return expand
 
@@ -345,7 +349,8 @@ class RoundRunner:
             residual_seeds = self._to(self.seeds[rows, verify.RESIDUAL])
             drafts = self._to(tree.tokens[:, 1:])
             keys = self._to(counter)
-            chosen = verify.reject(drafts, q, p, coin_seeds, residual_seeds, keys).view(-1)
+            committed = verify.reject(drafts, q, p, coin_seeds, residual_seeds, keys)
+            chosen = committed.view(-1)
         else:
             # the noise is of positions, or new in every round
             keyed = self.verifier == "position_keyed"
@@ -356,12 +361,14 @@ class RoundRunner:
                 pending = self.cache.length[rows] - 1
                 numbers = pending[:, None] + tree.depth
             seeds = self._to(self.seeds[samples, stream])
-            chosen = verify.sample(logp, settings, seeds, self._to(numbers[tree.valid]))
+            keys = self._to(numbers[tree.valid])
+            chosen = verify.sample(logp, settings, seeds, keys)
         self.draws[rows] += nodes
         targets = np.full((batch, nodes), -1, np.int64)
         logprobs = np.zeros((batch, nodes), np.float32)
         targets[tree.valid] = chosen.cpu().numpy()
-        chosen_logp = logp.gather(1, chosen.clamp(min=0)[:, None])[:, 0]
+        index = chosen.clamp(min=0)[:, None]
+        chosen_logp = logp.gather(1, index)[:, 0]
         logprobs[tree.valid] = chosen_logp.float().cpu().numpy()
         return targets, logprobs
 
@@ -385,7 +392,8 @@ class RoundRunner:
 
     def _settings(self, rows: np.ndarray) -> Settings:
         """Return how the rows are sampled, [B] each."""
-        return Settings(*(self._to(values[rows]) for values in self.settings))
+        parts = [self._to(values[rows]) for values in self.settings]
+        return Settings(*parts)
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> Tensor:
         return self._to(self.cache.slots[rows, : int(last.max())])
@@ -396,7 +404,8 @@ class RoundRunner:
 
 def spread(q: Tensor, words: Tensor, vocab: int) -> Tensor:
     """Return probabilities `q [N, S]` of `words [S]` as `[N, vocab]`; columns of no word (-1) hold probability 0."""
-    return q.new_zeros(len(q), vocab).index_add_(1, words.clamp(min=0), q)
+    whole = q.new_zeros(len(q), vocab)
+    return whole.index_add_(1, words.clamp(min=0), q)
 
 
 def scratch(config: SpecConfig) -> int:
@@ -406,8 +415,10 @@ def scratch(config: SpecConfig) -> int:
 
 def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding."""
-    columns = first[:, None] + np.arange(int((last - first).max()))
-    return np.minimum(columns, last[:, None] - 1), columns < last[:, None]
+    longest = int((last - first).max())
+    columns = first[:, None] + np.arange(longest)
+    end = last[:, None]
+    return np.minimum(columns, end - 1), columns < end
 
 
 def top(scores: np.ndarray, count: int) -> np.ndarray:

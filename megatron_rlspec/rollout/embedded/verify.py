@@ -84,8 +84,8 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
     if not by_rank and not (min_p > 0).any():
         return logp
     probability = logp.exp()
-    least = probability.amax(-1, keepdim=True) * min_p.to(logp.dtype)[:, None]
-    outside = probability < least
+    likeliest = probability.amax(-1, keepdim=True)
+    outside = probability < likeliest * min_p.to(logp.dtype)[:, None]
     if by_rank:
         ordered, ids = probability.sort(dim=-1, descending=True, stable=True)
         likelier = ordered.cumsum(-1) - ordered
@@ -162,16 +162,20 @@ def reject(
     index = drafts[:, :, None]
     ratio = p[:, :k].gather(2, index) / q.gather(2, index)
     seeds = coin_seeds.repeat_interleave(k)
-    ok = coin(ratio.reshape(-1), seeds, keys[:, :k].reshape(-1)).view(b, k)
+    of_drafts = keys[:, :k].reshape(-1)
+    ok = coin(ratio.reshape(-1), seeds, of_drafts).view(b, k)
     residual = p.clone()
     residual[:, :k] -= q
     residual.clamp_(min=0)
     # Where p = q up to rounding, the residual has nothing to sample from.
     ok |= residual[:, :k].sum(2) == 0
     accepted = ok.long().cumprod(1).sum(1)
-    replacement = draw(residual[rows, accepted].log(), residual_seeds, keys[rows, accepted])
+    first = (
+        rows,
+        accepted,
+    )  # of each row, the first draft that is not accepted, or the token after all
     commit = F.pad(drafts, (0, 1), value=-1)
-    refused = torch.arange(k + 1, device=drafts.device) > accepted[:, None]
-    commit[refused] = -1
-    commit[rows, accepted] = replacement
+    behind = torch.arange(k + 1, device=drafts.device) > accepted[:, None]
+    commit[behind] = -1
+    commit[first] = draw(residual[first].log(), residual_seeds, keys[first])
     return commit
