@@ -56,8 +56,8 @@ def test_two_tensor_parallel_sizes_are_measured_into_one_table(model, tmp_path):
     options = ["--engine", "embedded", "--model", str(model), "--steps", "0,1,3", "--seconds", "0"]
     assert profile.main([str(out), *options, "--batches", "1", "--lengths", "16", "--tp", "1,2"]) == 0
     table = CostTable.load(out)
-    assert table.tps == (1, 2) and table.configs(1) == table.configs(2)
-    assert all(table.prefill_ms(16, tp=tp) > 0 for tp in (1, 2))
+    assert table.tps == (1, 2) and table.at(1).configs() == table.at(2).configs()
+    assert all(table.at(tp).prefill_ms(16) > 0 for tp in (1, 2))
 
 
 @pytest.mark.slow
