@@ -31,8 +31,9 @@ def names(requirements) -> set[str]:
 # Imported only where another package brings them: SGLang fastapi, starlette and datasets, transformers the client of
 # the Hub, torch Triton, slime Ray and itself, and SGLang the client of Prometheus where it serves metrics.
 BROUGHT = {"fastapi", "starlette", "datasets", "huggingface_hub", "triton", "ray", "slime", "prometheus_client"}
-# Needed without an import of ours: torch's writer of TensorBoard files, and a bound on what matplotlib takes.
-NOT_IMPORTED = {"tensorboard", "contourpy"}
+# Needed without an import statement of ours: torch's writer of TensorBoard files, a bound on what matplotlib takes, and
+# what `log.sinks` names.
+NOT_IMPORTED = {"tensorboard", "contourpy", "wandb", "trackio"}
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
 
 
