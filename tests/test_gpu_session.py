@@ -219,6 +219,7 @@ def test_session_a_on_a_cpu(gpu, tmp_path):
 def test_uneven_rounds_on_a_cpu(gpu, tmp_path):
     """As one call does it on a card; of so few requests no gain is expected."""
     values = session(tmp_path, "--session", "a", "--parts", "peaked,uneven")
+    assert values["uneven: 4 requests: equal texts"] == 1, "float32"
     for point in ("4 requests of 16", "8 requests of 16"):
         assert values[f"uneven: {point}: uneven / even"] > 0
         for name in ("even", "uneven"):

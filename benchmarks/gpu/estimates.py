@@ -54,6 +54,7 @@ ESTIMATES: dict[tuple[str, str], Estimate] = {
     ("lossless", "drafts: probability of such a difference"): Estimate(0.001, 1, "drafts change no distribution"),
     ("lossless", "plain again: probability of such a difference"): Estimate(0.001, 1, "no difference"),
     ("lossless", "plain at temperature 0.7: probability of such a difference"): Estimate(0, 1e-6, "it must be seen"),
+    ("uneven", "64 requests: equal texts"): Estimate(0.2, 0.5, "0.25 of even drafts on an H100, 36 layers"),
     ("uneven", "64 requests of 128: uneven / even"): Estimate(1.03, 1.08, _UNEVEN),
     ("uneven", "256 requests of 128: uneven / even"): Estimate(1.06, 1.11, _UNEVEN),
     ("rl", "plain / co-trained, a step"): Estimate(1.1, 1.4, "accept lengths from 1.8 to 2.7"),

@@ -15,20 +15,34 @@ from adaptive_sglang import shares
 from gpu import serving
 from gpu.figures import Figures
 from gpu.plan import Plan
+from gpu.variants import equal_texts
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import RoundStats
+from megatron_rlspec.types import OFF, RoundStats, SpecSchedule
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
     engine = serving.attached(folder)["uneven"]
     if even := engine.describe()["even"]:
         raise RuntimeError(f"the engine's rounds are even: {even}")
+    _texts(plan, figures, engine)
     for requests, context in plan.uneven_points:
         point = f"{requests} requests of {context:,}"
         with figures.attempt(point), serving.stream(plan, engine, requests, context):
             _compare(plan, figures, engine, point)
+
+
+def _texts(plan: Plan, figures: Figures, engine: SGLangEngine) -> None:
+    """Write how many texts are those of rounds without drafts. In bfloat16 other kernels round otherwise."""
+    requests = plan.uneven_points[0][0]
+    texts = []
+    engine.set_schedule(SpecSchedule.fixed(OFF))
+    for _ in range(3):  # without drafts; while the rule learns; as it has learnt
+        texts.append(serving.rollout(engine, serving.asked(plan, requests), plan.text_tokens)[1])
+        engine.set_spec_rule({"roofline": Roofline.of_layers(plan.shape.layers).to_json(), "ragged": True})
+    share, where = equal_texts(texts[0], texts[-1])
+    figures.say(f"{requests} requests: equal texts", share, "", where)
 
 
 def _compare(plan: Plan, figures: Figures, engine: SGLangEngine, point: str) -> None:

@@ -223,7 +223,7 @@ class Student:
         if self.rows:
             return self.rows
         zeros = self._weight.new_zeros(len(self._source))
-        names = ("match", "overlap", "label_ratio", "argmax_prob")
+        names = ("match", "overlap", "label_ratio", "argmax_prob", "label_logq", "best_logq")
         rows = dict.fromkeys(names, zeros)
         if self._noise is not None:
             column = zeros[:, None]
@@ -252,7 +252,8 @@ class Student:
         sums["ce"] = ce
         loss = ce
         if self.rows is not None:
-            self._store_rows(part, match=sums["match"])
+            logq = {"label_logq": -ce, "best_logq": rows.best_logprob}
+            self._store_rows(part, match=sums["match"], **logq)
             if self._noise is not None:
                 self._store_rows(part, coupled=rows.coupled() * covered[:, None])
             if teacher is not None:

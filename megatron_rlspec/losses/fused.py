@@ -102,6 +102,7 @@ class FusedRows:
         self.lse = peak.double() + total.log()
         logprob = label.double() - self.lse
         self.logprob = logprob.float()
+        self.best_logprob = (peak.double() - self.lse).float()
         self.value = torch.zeros_like(label)
         if moment == "forward_kl":
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/drafter.py`.

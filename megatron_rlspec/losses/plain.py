@@ -68,7 +68,12 @@ class PlainRows:
             self.value = -head.sum((logp.exp() * logp).sum(-1))
 
     def best(self) -> Tensor:
-        return self._head.argmax(self.scores)
+        self._best = self._head.argmax(self.scores)
+        return self._best
+
+    @property
+    def best_logprob(self) -> Tensor:
+        return self._head.sum(self._head.pick(self._logq, self._best))
 
     @cached_property
     def _logq(self) -> Tensor:

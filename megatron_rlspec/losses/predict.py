@@ -19,6 +19,7 @@ from scipy.linalg.lapack import dtbtrs
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_rlspec.speculation.ragged import BINS, LOWEST
 from megatron_rlspec.types import Verifier
 
 
@@ -62,6 +63,17 @@ def of_rows(
     return accept.transpose(0, 1), reach.transpose(0, 1)
 
 
+def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
+    """Return log q of the drafts, `[T, depth, F]`, from `Student.kept_rows`, by depth.
+
+    A coupled draft that is not the label is taken to be the drafter's likeliest token, which it mostly is.
+    """
+    logq = rows["best_logq"][:, None]
+    if "coupled" in rows:
+        logq = torch.where(rows["coupled"] > 0, rows["label_logq"][:, None], logq)
+    return logq.reshape(depth, len(logq) // depth, -1).transpose(0, 1)
+
+
 def deepen(table: Tensor, depth: int) -> Tensor:
     """Extend `[T, D]` to `[T, depth]`: a depth beyond D takes the values of depth D at later positions.
 
@@ -81,11 +93,11 @@ def walk(
     reach: Tensor,
     mask: Tensor,
     steps: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`.
 
     Return (reached, accepted) of `acceptance.Prediction`, `[K, D]` float64 each, on the device of `accept`: nothing
-    waits for a GPU.
+    waits for a GPU. And the probability `[T]` that a round of the last step count starts at each position.
 
     `mask[t, d]` is 1 where depth d + 1 at t predicts a generated token (`drafter_targets`). Consecutive rows with a
     mask are one response, or one turn of it; the first of them starts a round. Drafts past its end are not counted.
@@ -109,7 +121,30 @@ def walk(
         accepted_here = weight * alpha[:, :k]
         reached[row, :k] = weight.sum(0)
         accepted[row, :k] = accepted_here.sum(0)
-    return reached, accepted
+    return reached, accepted, starts
+
+
+def by_logq(logq: Tensor, accept: Tensor, reach: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
+    """Return `acceptance.Prediction.by_logq` of one sharpness, `[1 + D, 2, BINS]` float64.
+
+    Arguments as of `walk`, with the drafts' log q, `[T, D]`, and the starts that `walk` found.
+    """
+    valid = mask != 0
+    depth = accept.shape[1]
+    chain = logq.masked_fill(~valid, 0).double().cumsum(1)
+    carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)
+    before = pad(carried, (1, 0), value=1.0)[:, :-1]
+    drafted = starts[:, None] * valid
+    reached = drafted * before
+    accepted = reached * accept.detach().double()
+    found = accept.new_zeros(1 + depth, 2, BINS, dtype=torch.float64)
+    places = torch.arange(1, 1 + depth, device=logq.device) * (2 * BINS)
+    for place, of, counts in ((0, logq, (reached, accepted)), (places, chain, (drafted, accepted))):
+        share = (of.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).double().sqrt().sqrt()
+        bins = ((1 - share) * (BINS - 0.01)).long() + place
+        for row, values in enumerate(counts):
+            found.view(-1).index_add_(0, (bins + row * BINS).flatten(), values.flatten())
+    return found
 
 
 def _round_starts(inside: Tensor, carried: Tensor) -> Tensor:

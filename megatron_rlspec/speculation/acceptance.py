@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rlspec.speculation.ragged import BINS
 from megatron_rlspec.types import SHARPNESS, SpecConfig
 
 PRIOR_RATE = 0.7  # of depth 1
@@ -137,10 +138,11 @@ class Prediction:
     ) -> Prediction:
         """Build one from the arrays flattened, as a reduction over ranks returns them."""
         shape = (-1, len(steps), max(steps))
-        sums = [np.array(part).reshape(shape) for part in (reached, accepted)]
+        counts = None
         if by_logq is not None:
-            sums.append(np.array(by_logq).reshape(len(sums[0]), 1 + max(steps), 2, -1))
-        return cls(tuple(steps), *sums)
+            counts = np.array(by_logq).reshape(-1, 1 + max(steps), 2, BINS)
+        sums = [np.array(part).reshape(shape) for part in (reached, accepted)]
+        return cls(tuple(steps), *sums, counts)
 
     def sums(self) -> list[Any]:
         """Return the arguments of `of_sums`, as JSON."""

@@ -85,7 +85,7 @@ class Selection:
 
     def chances(self, logq: np.ndarray) -> np.ndarray:
         """Return the probability that each draft is accepted if those before it are, of log q of any shape."""
-        return self.table[cells_of(logq)]
+        return np.asarray(self.table[cells_of(logq)])
 
     def lengths(self, logq: np.ndarray, threshold: float) -> np.ndarray:
         """Return how many drafts [B] of each request to verify, by log q [B, k]."""
@@ -166,7 +166,7 @@ class Selection:
     def _latest(self, steps: int) -> np.ndarray:
         """Return the chances of the latest chains, [N, steps]. Drafts that were not made are those of other chains."""
         cells = self._chains[: min(self._seen, LATEST), :steps]
-        chances = self.table[cells]
+        chances = np.asarray(self.table[cells])
         for depth in range(steps):
             missing = cells[:, depth] < 0
             present = chances[~missing, depth]

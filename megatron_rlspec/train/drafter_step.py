@@ -22,7 +22,7 @@ from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.losses.drafter import Kind, Student
 from megatron_rlspec.losses.head import all_finite
-from megatron_rlspec.losses.predict import Verifier, deepen, of_rows, walk
+from megatron_rlspec.losses.predict import Verifier, by_logq, deepen, logq_of_rows, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
@@ -226,9 +226,11 @@ class DrafterStep:
         Only the first rank of a context-parallel group counts them.
         """
         objective = self.objective
+        rows = student.kept_rows()
         accept, reach = of_rows(
-            student.kept_rows(), objective.depth, objective.verifier, sampled=objective.sampled
+            rows, objective.depth, objective.verifier, sampled=objective.sampled
         )
+        logq = logq_of_rows(rows, objective.depth)
         trained = torch.stack([w != 0 for w in targets.weight], 1)
         if objective.coupled:
             if targets.seeds is not None:
@@ -236,25 +238,27 @@ class DrafterStep:
             # all ranks sum the same arrays, also one whose samples have no seeds
             accept = accept.expand(-1, -1, len(SHARPNESS))
             reach = reach.expand(-1, -1, len(SHARPNESS))
+            logq = logq.expand(-1, -1, len(SHARPNESS))
         mask = to_device(trained, accept.device).to(accept.dtype)
-        table = torch.cat([accept, reach, mask[:, :, None]], 2)
+        table = torch.cat([accept, reach, logq, mask[:, :, None]], 2)
         table = _of_all_context_ranks(table, targets)
         if ps.get_context_parallel_rank():
             table = table[:0]
         steps = objective.predicted_steps
         columns = [deepen(column, max(steps)) for column in table.unbind(2)]
-        factors = len(columns) // 2
-        mask = columns[-1]
-        reached = []
-        accepted = []
+        mask = columns.pop()
+        factors = len(columns) // 3
+        found: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED}
         for factor in range(factors):
-            walked = walk(columns[factor], columns[factors + factor], mask, steps)
-            reached.append(walked[0])
-            accepted.append(walked[1])
-        return {
-            "prediction/reached": torch.stack(reached),
-            "prediction/accepted": torch.stack(accepted),
-        }
+            accept, reach, logq = columns[factor::factors]
+            reached, accepted, starts = walk(accept, reach, mask, steps)
+            chances = by_logq(logq, accept, reach, mask, starts)
+            for name, value in zip(_PREDICTED, (reached, accepted, chances), strict=True):
+                found[name].append(value)
+        return {name: torch.stack(values) for name, values in found.items()}
+
+
+_PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
 
 
 def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
@@ -262,11 +266,10 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
 
     Returns None if there is none, or if the loss was not finite. Every pipeline stage may call it.
     """
-    reached = totals.pop("prediction/reached", None)
-    accepted = totals.pop("prediction/accepted", None)
-    if reached is None or accepted is None or not math.isfinite(totals["drafter/objective"][0]):
+    found = [totals.pop(name, None) for name in _PREDICTED]
+    if found[0] is None or not math.isfinite(totals["drafter/objective"][0]):
         return None
-    return Prediction.of_sums(steps, reached, accepted)
+    return Prediction.of_sums(steps, *found)
 
 
 def training_temperature(rollout_temperature: float) -> float:

@@ -6,14 +6,16 @@ import torch
 
 from megatron_rlspec.losses import predict
 from megatron_rlspec.losses.drafter import Student
-from megatron_rlspec.losses.predict import deepen, of_rows
+from megatron_rlspec.losses.predict import deepen, logq_of_rows, of_rows
+from megatron_rlspec.speculation import ragged
 from megatron_rlspec.speculation.acceptance import Prediction
 
 V, DEPTH = 6, 3
 
 
 def walk(accept, reach, mask, steps):
-    return Prediction(tuple(steps), *(x.numpy()[None] for x in predict.walk(accept, reach, mask, steps)))
+    reached, accepted, _ = predict.walk(accept, reach, mask, steps)
+    return Prediction(tuple(steps), reached.numpy()[None], accepted.numpy()[None])
 
 
 def masks(lengths, depth=DEPTH, gap=2):
@@ -262,6 +264,50 @@ def test_rows_kept_by_the_training_step_are_the_direct_ones(verifier):
     for got, want in zip((accept, reach), expected, strict=True):
         want = torch.where(weight != 0, want, 0.0).view(DEPTH, positions).T
         torch.testing.assert_close(got[..., 0], want, atol=1e-5, rtol=1e-4)
+    best = (hidden @ head.T / 0.7).log_softmax(-1).amax(-1)
+    want = torch.where(weight != 0, best, 0.0).view(DEPTH, positions).T
+    torch.testing.assert_close(logq_of_rows(student.rows, DEPTH)[..., 0], want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_refused_coupled_draft_is_taken_to_be_the_likeliest_token():
+    rows = {"label_logq": torch.tensor([-0.5, -3.0]), "best_logq": torch.tensor([-0.5, -0.2])}
+    rows["coupled"] = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    assert logq_of_rows(rows, 1)[:, 0].tolist() == [[-0.5, -0.5], pytest.approx([-0.2, -3.0])]
+    del rows["coupled"]
+    assert logq_of_rows(rows, 1)[:, 0, 0].tolist() == pytest.approx([-0.5, -0.2])
+
+
+def test_drafts_are_counted_by_log_q_where_played_rounds_make_them():
+    """Against rounds that are played: how often drafts of some log q were reached and right, and whole chains."""
+    rng = np.random.default_rng(4)
+    length = 30_000
+    logq = -rng.exponential(0.5, (length, DEPTH))
+    right = rng.random(logq.shape) < np.exp(1.5 * logq)
+    mask = np.ones((length, DEPTH))
+    tensors = [torch.tensor(part, dtype=torch.float64) for part in (right, right, mask)]
+    *_, starts = predict.walk(*tensors, [DEPTH])
+    found = predict.by_logq(torch.tensor(logq), *tensors, starts).numpy()
+    played = np.zeros_like(found)
+    position = 0
+    while position < length:
+        chain = np.cumsum(logq[position])
+        for depth in range(DEPTH):
+            reached = right[position, :depth].all()
+            here = ragged.cells_of(logq[position, depth]) * ragged.BINS // ragged.CELLS
+            of_chain = ragged.cells_of(chain[depth]) * ragged.BINS // ragged.CELLS
+            played[0, :, here] += reached, reached & right[position, depth]
+            played[1 + depth, :, of_chain] += 1, reached & right[position, depth]
+        position += 1 + int(np.cumprod(right[position]).sum())
+    # the two spacings of bins differ by 1 % of a bin
+    assert np.abs(found - played).sum() < 0.01 * played.sum()
+    assert (found[:, 0] >= found[:, 1]).all()
+    prediction = Prediction.of_sums((DEPTH,), np.ones(DEPTH), np.ones(DEPTH), found.ravel())
+    verified, accepted = prediction.chosen(DEPTH)
+    assert verified[0] == DEPTH and verified[-1] == accepted[-1] == 0
+    assert 1 + accepted[0] == pytest.approx(length / starts.sum().item(), rel=1e-3)
+    likely = np.exp(np.cumsum(logq, 1)) > 0.5
+    at = np.searchsorted(-verified, -likely.sum(1).mean())
+    assert accepted[at] / verified[at] > 1.3 * accepted[0] / verified[0]
 
 
 def test_depths_below_the_trained_ones_follow_the_deepest():
