@@ -12,7 +12,7 @@ from test_loss_passes import KINDS, Step
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import noisy
 from megatron_rlspec.push import fingerprint as fingerprints
-from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
+from megatron_rlspec.token_filter import filtered
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ROWS, WORDS = 256, 151_680

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from interpreted import Interpreter, interpreter
 
 from megatron_rlspec.noise import draw
-from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
+from megatron_rlspec.token_filter import filtered
 
 pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
 SIZES = {"BLOCK": 32, "STAIRS": 32, "PARTS": 2}

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_rlspec.rollout.sglang.scheduler import token_filter, verifier
+from megatron_rlspec import token_filter
+from megatron_rlspec.rollout.sglang.scheduler import verifier
 
 ALL = 1 << 30  # SGLang's top_k of a request without one
 VOCABULARY = 151_680  # MiMo-7B

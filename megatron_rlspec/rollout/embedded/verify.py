@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rlspec import token_filter
 from megatron_rlspec.noise import draw, uniform
 
 # Columns of `streams`: independent streams of one request's seed. Column 0 is the seed itself.
@@ -80,21 +81,13 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
     tokens stay.
     """
     _, top_p, top_k, min_p = settings
-    by_rank = ((top_p < 1) | (top_k > 0)).any()
-    if not by_rank and not (min_p > 0).any():
+    limited = (top_p < 1) | (top_k > 0) | (min_p > 0)
+    if not limited.any():
         return logp
-    probability = logp.exp()
-    likeliest = probability.amax(-1, keepdim=True)
-    outside = probability < likeliest * min_p.to(logp.dtype)[:, None]
-    if by_rank:
-        ordered, ids = probability.sort(dim=-1, descending=True, stable=True)
-        likelier = ordered.cumsum(-1) - ordered
-        rank = torch.arange(logp.shape[1], device=logp.device)
-        limit = torch.where(top_k > 0, top_k, logp.shape[1])
-        most = torch.where(top_p < 1, top_p, 2.0).to(likelier.dtype)
-        behind = (rank >= limit[:, None]) | (likelier > most[:, None])
-        outside |= torch.zeros_like(behind).scatter_(1, ids, behind)
-    return logp.masked_fill(outside, float("-inf"))
+    probs = logp.exp()
+    top_k = torch.where(top_k > 0, top_k, logp.shape[1])
+    kept = token_filter.filtered(probs, top_k, top_p.to(probs), min_p.to(probs))
+    return logp.masked_fill(kept == 0, float("-inf"))
 
 
 def support(logp: Tensor, settings: Settings) -> Tensor:

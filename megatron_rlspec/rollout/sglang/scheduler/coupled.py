@@ -23,8 +23,8 @@ from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.sglang.scheduler import decisions, ragged
-from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.token_filter import filtered
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 # in buffers of fixed address

@@ -25,8 +25,8 @@ import torch
 
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.rollout.sglang.scheduler import ragged, versions
-from megatron_rlspec.rollout.sglang.scheduler.token_filter import filtered
 from megatron_rlspec.rollout.sglang.settings import Settings
+from megatron_rlspec.token_filter import filtered
 
 Hook = tuple[str, Callable, str]
 ELEMENTS = 1 << 25  # of the logits that are sampled from at a time: 128 MiB in float32
