@@ -318,32 +318,23 @@ class EmbeddedEngine:
             self.rounds.prefill([run.row for run in self.running])
             ready = [run for run in self.running if self.rounds.ready(run.row)]
             alone = [run for run in ready if not self.rounds.can_draft(run.row)]
-            self._round_without_drafts(alone)
+            self._round(alone, drafts=False)
             self._round([run for run in ready if run.row >= 0 and run not in alone])
         self._broken = ""
 
-    def _round_without_drafts(self, runs: list[ActiveRequest]) -> None:
-        """Run a plain round of samples that cannot draft yet. It leaves the others' rounds as they are."""
-        if not runs:
-            return
-        began = time.perf_counter()
-        rows = np.array([run.row for run in runs])
-        runs = self.scheduler.make_room(runs, self.rounds.columns(rows, OFF))
-        if runs:
-            context = int(self.cache.length[rows].sum())
-            self._run_round(runs, OFF, context, began, timed=False)
-
-    def _round(self, runs: list[ActiveRequest]) -> None:
-        """Run one round of these samples, or of those that the cache has room for."""
+    def _round(self, runs: list[ActiveRequest], drafts: bool = True) -> None:
+        """Run one round of these samples, or of those that the cache has room for; without `drafts`, a plain one."""
         if not runs:
             return
         began = time.perf_counter()
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
-        config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
+        config = OFF
+        if drafts:
+            config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
         runs = self.scheduler.make_room(runs, self.rounds.columns(rows, config))
         if runs:
-            self._run_round(runs, config, context, began)
+            self._run_round(runs, config, context, began, timed=drafts)
 
     def _run_round(
         self,

@@ -110,10 +110,10 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
                 self.version,
             )
 
-    def _round(self, runs: list[ActiveRequest]) -> None:
+    def _round(self, runs: list[ActiveRequest], drafts: bool = True) -> None:
         """Run one round. Samples that land draft while their target's keys still travel, and are verified with all."""
-        if self._land is None:
-            super()._round(runs)
+        if self._land is None or not drafts:
+            super()._round(runs, drafts)
             return
         newcomers = self._newcomers
         if not runs and not newcomers:
@@ -127,18 +127,18 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         room = True
         for run, needed in zip(newcomers, columns[rows_here:].tolist(), strict=True):
             room = room and self.cache.back(run.row, needed)
-        drafts = None
+        ahead = None
         if newcomers and room and not config.off:
-            drafts = self.rounds.draft_only(rows[rows_here:], config)
+            ahead = self.rounds.draft_only(rows[rows_here:], config)
         runs = self.scheduler.make_room(runs, columns[:rows_here])
         landed = self._land()
         self.scheduler.running += landed
         if room:
             runs += landed
         if not landed:
-            drafts = None
+            ahead = None
         if runs:
-            self._run_round(runs, config, context, began, drafts, timed=False)
+            self._run_round(runs, config, context, began, ahead, timed=False)
 
     def _retract(self) -> None:
         """Put every running sample back into the queue, and give up reserved rows.
