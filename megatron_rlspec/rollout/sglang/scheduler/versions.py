@@ -261,7 +261,7 @@ class Sglang0515(Sglang0523):
         import torch
 
         for name in ("sglang.srt.speculative.eagle_utils", self.cache_locs):
-            importlib.import_module(name)._is_xpu = True
+            vars(importlib.import_module(name))["_is_xpu"] = True
         torch.cuda.synchronize = lambda device=None: None
         torch.Tensor.record_stream = lambda tensor, stream: None
 
