@@ -27,7 +27,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MOST_TOKENS = {
     "": 297_300,  # the whole package
     "core": 277_300,  # all of it but extensions/
-    "rollout/sglang": 45_200,
+    "rollout/sglang": 44_800,
 }
 MOST_TOKENS_A_LINE = 8.5
 
