@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.host import ranks
+from megatron_rlspec.run.batches import micro_batches
 from megatron_rlspec.run.extension import DrafterSchedule, DrafterScheduleBuilder
 from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Group, PackedBatch, Sample
+from megatron_rlspec.types import Group, Sample
 
 # With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a
 # quarter of 32 short samples a drafter learnt a third of what it learnt from all of 128.
@@ -60,9 +61,59 @@ def newest_groups(groups: Sequence[Group], tokens: int) -> list[Group]:
     return list(groups[min(first, len(groups) - 1) :])
 
 
-def fresh_seconds(generate: float, train: float) -> float:
-    """Return the seconds that the updates of a fresh drafter may take after a step of these seconds."""
-    return min(FRESH_OF_STEP * (generate + train), FRESH_OF_GENERATION * generate)
+class FreshSchedule(DrafterSchedule):
+    """Updates a fresh drafter several times after each of a run's first steps, on the newest rollouts."""
+
+    def __init__(self, trainer: Trainer, rollouts: Sequence[Group]) -> None:
+        """`rollouts`: what a checkpoint has of `state`."""
+        self._trainer = trainer
+        self._rollouts = list(rollouts)
+        self._newest: Sequence[Group] = ()
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        self._newest = groups
+
+    def train_step(
+        self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
+    ) -> dict[str, float]:
+        began = time.perf_counter()
+        metrics = train(True)
+        if step >= FRESH_STEPS:
+            return metrics
+        generated = rollout_seconds or 0.0
+        of_step = FRESH_OF_STEP * (generated + time.perf_counter() - began)
+        return metrics | self.teach(step, min(of_step, FRESH_OF_GENERATION * generated))
+
+    def teach(self, step: int, seconds: float) -> dict[str, float]:
+        """Update the drafter. The policy runs forward only.
+
+        It ends when another update would exceed the `seconds` of rank 0, but does not read them with
+        train.deterministic. Collective. Returns metrics.
+        """
+        began = time.perf_counter()
+        newest = [sample for group in self._newest for sample in group.samples]
+        tokens = int(SHARE * sum(len(sample.tokens) for sample in newest))
+        rollouts = [*self._rollouts, *self._newest]
+        self._rollouts = newest_groups(rollouts, max(FRESH_TOKENS, tokens))
+        samples = [sample for group in self._rollouts for sample in group.samples]
+        order = np.random.default_rng(step).permutation(len(samples))
+        each = -(-len(newest) // FRESH_UPDATES)  # samples of an update
+        prediction = self._trainer.prediction
+        spent = 0.0
+        for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
+            batches = micro_batches(self._trainer, [samples[i] for i in part])
+            self._trainer.train_step(batches, objective="grpo", train_policy=False)
+            spent = time.perf_counter() - began
+            late = spent * (done + 1) / done > seconds  # the next update would be
+            if not self._trainer.config.train.deterministic and ranks.job().number(int(late)):
+                break
+        self._trainer.prediction = prediction  # of texts that it had not learnt from
+        if step + 1 >= FRESH_STEPS:
+            self._rollouts = []
+        return {"drafter/seconds_fresh": spent}
+
+    def state(self) -> tuple[dict[str, Any], list[Group]]:
+        return {}, self._rollouts
 
 
 class Drafting:
@@ -79,16 +130,12 @@ class Drafting:
         vocabulary: DraftVocabulary | None,
         schedule: DrafterSchedule,
         records: bool,
-        fresh: bool = False,
     ) -> None:
-        """`fresh`: the drafter has not learnt yet, and no extension decides on its updates; see `teach`."""
         self.schedule = schedule
         self.tokens = 0
         self._trainer = trainer
         self._vocabulary = vocabulary
         self._records = records
-        self._teaches = fresh
-        self._rollouts: list[Group] = []  # that `teach` learns from
 
     @classmethod
     def open(
@@ -104,16 +151,16 @@ class Drafting:
         config = trainer.config
         # A warm start learns from every batch alike.
         learns_from_rollouts = config.drafter.train and not supervised
-        fresh = config.drafter.fresh and learns_from_rollouts and not config.replay.run
         schedule = DrafterSchedule()
         if learns_from_rollouts and extension is not None:
-            fresh = False
             load_policy = None
             if loaded.followed is not None:
                 load_policy = partial(loaded.followed.load, trainer)
             schedule = extension(trainer, load_policy, state.get("online", {}), rollouts)
-        drafting = cls(trainer, loaded.vocabulary, schedule, learns_from_rollouts, fresh)
-        drafting.restore(state, rollouts)
+        elif learns_from_rollouts and config.drafter.fresh and not config.replay.run:
+            schedule = FreshSchedule(trainer, rollouts)
+        drafting = cls(trainer, loaded.vocabulary, schedule, learns_from_rollouts)
+        drafting.restore(state)
         return drafting
 
     def weights(self, step: int, samples: Sequence[Sample]) -> list[np.ndarray] | None:
@@ -153,46 +200,6 @@ class Drafting:
         self.tokens += int(metrics.get("drafter/tokens_1", 0))
         return metrics
 
-    def teach(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        pack: Callable[[list[Sample]], Sequence[PackedBatch]],
-        seconds: float,
-    ) -> dict[str, float]:
-        """Update a fresh drafter several times after each of a run's first steps, on the newest rollouts.
-
-        The policy runs forward only. `pack` makes this rank's micro-batches of samples. It ends when another update
-        would exceed the `seconds` of rank 0, but does not read them with train.deterministic. Collective. Returns
-        metrics.
-        """
-        if not self._teaches:
-            return {}
-        began = time.perf_counter()
-        newest = [sample for group in groups for sample in group.samples]
-        tokens = int(SHARE * sum(len(sample.tokens) for sample in newest))
-        self._rollouts = newest_groups([*self._rollouts, *groups], max(FRESH_TOKENS, tokens))
-        samples = [sample for group in self._rollouts for sample in group.samples]
-        order = np.random.default_rng(step).permutation(len(samples))
-        each = -(-len(newest) // FRESH_UPDATES)  # samples of an update
-        prediction = self._trainer.prediction
-        spent = 0.0
-        for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
-            batches = pack([samples[i] for i in part])
-            self._trainer.train_step(batches, objective="grpo", train_policy=False)
-            spent = time.perf_counter() - began
-            if self._ends(spent * (done + 1) / done > seconds):
-                break
-        self._trainer.prediction = prediction  # of texts that it had not learnt from
-        if step + 1 >= FRESH_STEPS:
-            self._teaches = False
-            self._rollouts = []
-        return {"drafter/seconds_fresh": spent}
-
-    def _ends(self, late: bool) -> bool:
-        """Return on every rank whether rank 0 is `late`. Never with train.deterministic, which reads no clock."""
-        return not self._trainer.config.train.deterministic and bool(ranks.job().number(int(late)))
-
     def hot_tokens(self) -> np.ndarray | None:
         """Return the ids that drafts are chosen from, ascending; None if drafts are chosen from all."""
         if self._vocabulary is None:
@@ -205,13 +212,11 @@ class Drafting:
         if self._vocabulary is not None:
             state["words"] = self._vocabulary.state()
         state["online"], groups = self.schedule.state()
-        return state, groups or self._rollouts
+        return state, groups
 
-    def restore(self, state: Mapping[str, Any], rollouts: Sequence[Group]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Set what `state` returned, without the schedule's part."""
         self.tokens = int(state.get("tokens", 0))
-        self._teaches = self._teaches and state.get("step", 0) < FRESH_STEPS
-        self._rollouts = list(rollouts) if self._teaches else []
         if self._vocabulary is not None and state.get("words"):
             self._vocabulary.restore(state["words"])
             # an update can come before the next rollout

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -36,7 +35,7 @@ from megatron_rlspec.push.push import exporting
 from megatron_rlspec.records.clock import Clock
 from megatron_rlspec.run.batches import advantages, micro_batches, mini_batches
 from megatron_rlspec.run.checkpoints import Drawn, Saver
-from megatron_rlspec.run.drafter_training import Drafting, fresh_seconds
+from megatron_rlspec.run.drafter_training import Drafting
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import build_trainer, command_of, load
@@ -279,11 +278,7 @@ class Session:
         train = partial(train_rollout, self.trainer, mini_batches, **options)
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
         groups = self._newest[1]
-        began = time.perf_counter()
         metrics = self.drafting.train_step(self.done, train, seconds)
-        if learns:
-            allowed = fresh_seconds(seconds or 0.0, time.perf_counter() - began)
-            metrics |= self.drafting.teach(self.done, groups, self._pack, allowed)
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
             metrics |= self._drift(groups)

@@ -7,8 +7,7 @@ import pytest
 
 from megatron_rlspec.config import load
 from megatron_rlspec.run import drafter_training
-from megatron_rlspec.run.drafter_training import Drafting, chosen_samples
-from megatron_rlspec.run.extension import DrafterSchedule
+from megatron_rlspec.run.drafter_training import FreshSchedule, chosen_samples
 from megatron_rlspec.types import Group, Prompt, Sample
 
 
@@ -54,11 +53,13 @@ def taught(monkeypatch, deterministic, seconds):
     """Return the samples of each update after three steps of 16 samples."""
     monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(number=int))
     trainer = Updates(deterministic)
-    drafting = Drafting(trainer, None, DrafterSchedule(), records=True, fresh=True)
+    monkeypatch.setattr(drafter_training, "micro_batches", lambda _, samples: samples)
+    schedule = FreshSchedule(trainer, [])
     steps = []
     for step in range(3):
         trainer.taken = []
-        metrics = drafting.teach(step, groups_of(16, 1000, 16 * step), list, seconds)
+        schedule.observe(groups_of(16, 1000, 16 * step))
+        metrics = schedule.teach(step, seconds)
         assert metrics["drafter/seconds_fresh"] > 0
         steps.append(trainer.taken)
     return steps

@@ -25,7 +25,7 @@ def test_the_drafter_learns_the_words_of_the_checkpoint_before_the_next_rollout(
     given = []
     trainer = SimpleNamespace(set_draft_vocabulary=lambda words: given.append(words.tolist()))
     drafting = Drafting(trainer, DraftVocabulary(2, 9), DrafterSchedule(), records=True)
-    drafting.restore({"words": {"ids": [3, 7], "counts": [1.0, 2.0]}}, [])
+    drafting.restore({"words": {"ids": [3, 7], "counts": [1.0, 2.0]}})
     assert given == [[3, 7]]
 
 
