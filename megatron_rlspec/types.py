@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -340,6 +340,14 @@ class Group:
 
     prompt: Prompt
     samples: list[Sample]
+
+
+def samples_of(groups: Iterable[Group]) -> list[Sample]:
+    """Return the samples of all groups, in their order."""
+    samples: list[Sample] = []
+    for group in groups:
+        samples += group.samples
+    return samples
 
 
 @dataclass(eq=False)

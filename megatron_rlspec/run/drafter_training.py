@@ -15,7 +15,7 @@ from megatron_rlspec.run.extension import DrafterSchedule, DrafterScheduleBuilde
 from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Group, Sample
+from megatron_rlspec.types import Group, Sample, samples_of
 
 # With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a
 # quarter of 32 short samples a drafter learnt a third of what it learnt from all of 128.
@@ -91,11 +91,11 @@ class FreshSchedule(DrafterSchedule):
         train.deterministic. Collective. Returns metrics.
         """
         began = time.perf_counter()
-        newest = [sample for group in self._newest for sample in group.samples]
+        newest = samples_of(self._newest)
         tokens = int(SHARE * sum(len(sample.tokens) for sample in newest))
         rollouts = [*self._rollouts, *self._newest]
         self._rollouts = newest_groups(rollouts, max(FRESH_TOKENS, tokens))
-        samples = [sample for group in self._rollouts for sample in group.samples]
+        samples = samples_of(self._rollouts)
         order = np.random.default_rng(step).permutation(len(samples))
         each = -(-len(newest) // FRESH_UPDATES)  # samples of an update
         prediction = self._trainer.prediction
@@ -181,7 +181,7 @@ class Drafting:
         """Take the rollouts, or demonstrations, of the next step."""
         self.schedule.observe(groups)
         if self._vocabulary is not None:
-            samples = [sample for group in groups for sample in group.samples]
+            samples = samples_of(groups)
             self._vocabulary.observe(sample.response for sample in samples)
             self._trainer.set_draft_vocabulary(self._vocabulary.ids())
 

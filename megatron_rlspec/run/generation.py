@@ -27,7 +27,7 @@ from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.run.engines import Engines
 from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
-from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling
+from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling, samples_of
 
 # replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
 EVALUATION = 1 << 30
@@ -156,7 +156,7 @@ class Generation:
         if options.partial:
             counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
         if options.mask_offpolicy:
-            mask_continued([sample for group in groups for sample in group.samples])
+            mask_continued(samples_of(groups))
         self._learn_lengths(groups)
         if step == 0:
             self._show("step 1", groups[0].samples[0])
@@ -199,7 +199,7 @@ class Generation:
         drawing = Drawing(requests, len(chosen), math.inf)
         _, failures = self._generate(drawing)
         groups = drawing.batch()[0]
-        samples = [sample for group in groups for sample in group.samples]
+        samples = samples_of(groups)
         if name == "first" and not which:
             self._show("the first of the evaluation", samples[0])
         shown = f"{name}, {which}" if which else name

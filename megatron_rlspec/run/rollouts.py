@@ -32,7 +32,7 @@ from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.tasks import data, rewards
-from megatron_rlspec.types import Group, Prompt, Sample
+from megatron_rlspec.types import Group, Prompt, Sample, samples_of
 
 
 class StartingRollouts:
@@ -211,7 +211,7 @@ class Rollouts:
         groups = self.newest.groups
         current = step + 1
         oldest = max(1, current - self._config.rollout.oldest)
-        samples = [sample for group in groups for sample in group.samples]
+        samples = samples_of(groups)
         finding = stamp_finding(samples, oldest, current)
         if finding is not None:
             raise HealthError(finding.message)
@@ -272,7 +272,7 @@ class Rollouts:
         rounds, reports = self.engines.rounds()
         # The rollout whose rounds these are.
         rollout = self.newest if self._ahead is None else self._ahead.result()
-        samples = [sample for group in rollout.groups for sample in group.samples]
+        samples = samples_of(rollout.groups)
         delivered = accept_length(pooled(sample.accepted for sample in samples))
         metrics = self.speculation.learn(rounds, reports, prediction, delivered)
         if self._awaits_drafts:

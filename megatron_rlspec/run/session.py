@@ -48,7 +48,7 @@ from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.train.updates import train_rollout
-from megatron_rlspec.types import Group, PackedBatch, Sample, Scope
+from megatron_rlspec.types import Group, PackedBatch, Sample, Scope, samples_of
 
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
@@ -231,7 +231,7 @@ class Session:
 
     def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
         """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
-        samples = [sample for group in groups for sample in group.samples]
+        samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
         of_groups = [advantages(self.config.algorithm, longest, group) for group in groups]
         values = [value for of_group in of_groups for value in of_group]
@@ -290,7 +290,7 @@ class Session:
 
     def _drift(self, groups: Sequence[Group]) -> dict[str, float]:
         """Compare the policy with model.path on a few samples, evenly spaced. The same samples on every rank."""
-        samples = [sample for group in groups for sample in group.samples]
+        samples = samples_of(groups)
         distance = max(1, len(samples) // DRIFT_SAMPLES)
         assert self.trainer.reference is not None
         return self.trainer.reference.drift(self._pack(samples[::distance][:DRIFT_SAMPLES]))
@@ -357,7 +357,7 @@ class Session:
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`. Counts bad steps in a row."""
-        samples = [sample for group in groups for sample in group.samples]
+        samples = samples_of(groups)
         if self.rollouts is None or not samples:
             self.records.write(step, metrics)
             return

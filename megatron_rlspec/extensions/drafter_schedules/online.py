@@ -20,7 +20,7 @@ from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Group, Sample
+from megatron_rlspec.types import Group, Sample, samples_of
 
 
 class OnlineLearner(DrafterSchedule):
@@ -73,7 +73,7 @@ class OnlineLearner(DrafterSchedule):
         if options.separate:
             if options.replay == "none":
                 self.buffer.clear()
-            self.buffer.add([sample for group in groups for sample in group.samples])
+            self.buffer.add(samples_of(groups))
 
     def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
         """Update the drafter from earlier rollouts, unless a resumed run has done so before it stopped. Collective."""
