@@ -9,6 +9,7 @@ from pydantic import Field
 from megatron_rlspec.config.base import Section, Text
 
 LONGEST = 2**24  # tokens of one sample
+Length = Annotated[int, Field(gt=0, le=LONGEST)]
 
 
 class ModelConfig(Section):
@@ -19,6 +20,6 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         "bfloat16", description="type of parameters, activations"
     )
-    max_length: Annotated[int, Field(gt=0, le=LONGEST)] = Field(
+    max_length: Length = Field(
         4096, description="longest sample in tokens: prompt and response together"
     )

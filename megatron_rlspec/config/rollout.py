@@ -17,11 +17,12 @@ from megatron_rlspec.config.base import (
     Section,
     Text,
 )
-from megatron_rlspec.config.model import LONGEST
+from megatron_rlspec.config.model import Length
 from megatron_rlspec.config.reward import address_problem
 from megatron_rlspec.types import Sampling
 
 MOST_SAMPLES = 2**20  # of one step
+Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
 
 
 class RolloutConfig(Section):
@@ -42,10 +43,8 @@ class RolloutConfig(Section):
         description="module:function(conversation) that draws a sample in several turns, with a tool or an "
         "environment between them; empty: one reply to each prompt",
     )
-    prompts_per_step: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
-        32, description="prompts of one RL step"
-    )
-    samples_per_prompt: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
+    prompts_per_step: Samples = Field(32, description="prompts of one RL step")
+    samples_per_prompt: Samples = Field(
         8, description="responses to each prompt: the GRPO group size"
     )
     temperature: float = Field(1.0, ge=0, le=100, description="sampling temperature; 0: greedy")
@@ -70,10 +69,8 @@ class RolloutConfig(Section):
         description="strings that end a response: with the first token after which its text holds one of them. That "
         "token is trained, and the reward reads the whole text",
     )
-    max_new_tokens: Annotated[int, Field(gt=0, le=LONGEST)] = Field(
-        1024, description="longest response in tokens"
-    )
-    max_running_requests: Annotated[int, Field(gt=0, le=MOST_SAMPLES)] = Field(
+    max_new_tokens: Length = Field(1024, description="longest response in tokens")
+    max_running_requests: Samples = Field(
         256, description="most requests that one engine decodes together"
     )
     max_total_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS), Needs("rollout.urls=")] = Field(

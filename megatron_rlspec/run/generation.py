@@ -261,8 +261,6 @@ class Generation:
                 expected_lengths,
             )
             ended = [sample for sample in samples if sample.status != "aborted"]
-            for sample in ended:
-                sample.text = self.decode(sample.response)
             failures = scoring.finish(
                 [sample for sample in ended if "own_reward" not in sample.metadata]
             )

@@ -54,8 +54,7 @@ class Prompts(Source[Prompt]):
     ) -> None:
         longest = config.model.max_length - config.rollout.max_new_tokens
         rows, dropped = read_prompts(path, config.data, tokenizer, longest)
-        different = len({row.tokens.tobytes() for row in rows})
-        summary = _summary(path, "prompts", rows, dropped, longest, different)
+        summary = _summary(path, "prompts", rows, dropped, longest)
         taken = config.rollout.prompts_per_step
         if len(rows) < taken:
             summary += f"; a step takes {taken}, so prompts come more than once in it"
@@ -78,8 +77,7 @@ class Demonstrations(Source[Sample]):
         rows, dropped = read_demonstrations(
             path, config.data, tokenizer, longest, config.sft.response_key
         )
-        different = len({row.tokens.tobytes() for row in rows})
-        summary = _summary(path, "samples", rows, dropped, longest, different)
+        summary = _summary(path, "samples", rows, dropped, longest)
         self.held_out: list[Sample] = []
         if config.sft.held_out:
             rows, self.held_out = without_prompts(
@@ -276,11 +274,10 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def _summary(
-    path: str | Path, what: str, rows: Sequence[Any], dropped: int, longest: int, different: int
-) -> str:
+def _summary(path: str | Path, what: str, rows: Sequence[Any], dropped: int, longest: int) -> str:
     """Return a line about the rows of a file, of which `dropped` are longer than `longest` tokens."""
     line = f"{path}: {len(rows)} {what}"
+    different = len({row.tokens.tobytes() for row in rows})
     if dropped:
         line += f"; {dropped} others are left out, of more than {longest} tokens"
     if different < len(rows):
