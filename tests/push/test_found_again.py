@@ -37,7 +37,7 @@ def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
         run.draw(f"v{version:02d}")
         found = run.rollouts.adapt(Prediction.of_sums((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 150.0)))
         share_off.append(found.get("spec/share_off", 0.0))
-    assert share_off[0] > 0.7, "by what was seen, drafts do not pay"
+    assert share_off[0] > 0.4, "by what was seen, drafts do not pay: it begins without, and tries them soon"
     # In the first rollout with the forecast, a probe would have to pay for the drafter to read all prompts.
     assert share_off[2] < 1.0, "the forecast was not tried"
     assert max(share_off[4:]) < 0.2, share_off
