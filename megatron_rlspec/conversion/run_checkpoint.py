@@ -20,15 +20,13 @@ from torch import Tensor
 from megatron_rlspec.models.config import STATED
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.models.lazy import Lazy, Makers
-from megatron_rlspec.models.names import NameTable, canonical
+from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical, later
 from megatron_rlspec.models.tensor_file import TensorFile
 
 LAYOUT = "layout.json"  # of every checkpoint of a run
 _FILE = re.compile(
     r"((?:policy|drafter)(?:-experts)?-tensor(\d+)(?:-expert(\d+))?-pipeline(\d+))(?:-replica\d+)?\.safetensors"
 )
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _HELD = ("parameter.", "bias.")
 
 
@@ -150,24 +148,19 @@ def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
     """Yield the shards with layers and experts numbered over the whole model."""
     layers: dict[int, set[str]] = {}
     for shard in shards:
-        layers.setdefault(shard.pipeline, set()).update(_numbers(_LAYER, shard.names))
+        layers.setdefault(shard.pipeline, set()).update(_numbers(LAYER, shard.names))
     for shard in shards:
         first_layer = sum(len(layers[stage]) for stage in layers if stage < shard.pipeline)
-        experts = len(set(_numbers(_EXPERT, shard.names)))
+        experts = len(set(_numbers(EXPERT, shard.names)))
         names = {}
         for name, own in shard.names.items():
-            whole = _later(_LAYER, name, first_layer)
-            names[_later(_EXPERT, whole, shard.expert * experts)] = own
+            whole = later(LAYER, name, first_layer)
+            names[later(EXPERT, whole, shard.expert * experts)] = own
         yield shard._replace(names=names)
 
 
 def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[str]:
     return (found[1] for name in names if (found := pattern.search(name)))
-
-
-def _later(pattern: re.Pattern[str], name: str, by: int) -> str:
-    """Add `by` to the number that `pattern` finds in a name."""
-    return pattern.sub(lambda found: found[0].replace(found[1], str(int(found[1]) + by)), name)
 
 
 def check_words(path: Path, words: Tensor) -> None:

@@ -40,15 +40,13 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_rlspec import files
 from megatron_rlspec.conversion.torch_dist_index import load_index
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
-from megatron_rlspec.models.names import NameTable, canonical
+from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical
 from megatron_rlspec.texts import first_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _INDEX = ".metadata"
 _BACKEND = "metadata.json"
 _COMMON = "common.pt"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 # Modules for which Megatron stores an (empty) extra state. Loading fails without it. They are linear layers; under
 # Transformer Engine also norms that are not fused into one, and the core attention of MTP layers.
 _LINEAR = re.compile(r"\.(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
@@ -69,8 +67,8 @@ def place(family: NameTable, name: str, stacked: bool, spec: str) -> Place:
     at: list[int] = []
     of: list[int] = []
     key = _stored_name(family, name, spec)
-    layer = _LAYER.match(key)
-    expert = _EXPERT.search(key)
+    layer = LAYER.match(key)
+    expert = EXPERT.search(key)
     if layer and stacked:
         key = key.replace(layer[0], "decoder.layers.", 1)
         at.append(int(layer[1]))
@@ -101,7 +99,7 @@ def uniform(family: NameTable) -> bool:
     """Return whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
     kinds: dict[str, set[str]] = {}
     for name in family.rows:
-        if layer := _LAYER.match(name):
+        if layer := LAYER.match(name):
             kinds.setdefault(layer[1], set()).add(name.removeprefix(layer[0]))
     return all(kind == kinds["0"] for kind in kinds.values()) and not family.experts
 

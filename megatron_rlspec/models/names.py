@@ -33,8 +33,10 @@ _FUSED = (
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj."),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj."),
 )
+# the number of a layer of the policy, and of an expert, in a canonical name
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _EXPERT_TE = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
-_EXPERT_LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 _MTP_BLOCK = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
 _CANONICAL_BLOCK = r"\1.transformer_layer."
 
@@ -49,6 +51,11 @@ def canonical(name: str) -> str:
         if found:
             return f"{block}{norm}{leaf}"
     return _EXPERT_TE.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+
+
+def later(pattern: re.Pattern[str], name: str, by: int) -> str:
+    """Add `by` to the number that `LAYER` or `EXPERT` finds in a name; return other names unchanged."""
+    return pattern.sub(lambda found: found[0].replace(found[1], str(int(found[1]) + by)), name)
 
 
 def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local") -> NameTable:
@@ -149,7 +156,7 @@ class NameTable:
     @cached_property
     def experts(self) -> int:
         """Routed experts of a layer; 0 in a dense model."""
-        numbers = [int(found[1]) for name in self.rows if (found := _EXPERT_LOCAL.search(name))]
+        numbers = [int(found[1]) for name in self.rows if (found := EXPERT.search(name))]
         return max(numbers, default=-1) + 1
 
     @cached_property

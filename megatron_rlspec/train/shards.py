@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -15,12 +14,9 @@ from torch import Tensor, nn
 
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import CheckpointError
-from megatron_rlspec.models.names import NameTable, canonical, name_table
+from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical, later, name_table
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.types import Scope
-
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 
 
 def family(hf_config: Mapping[str, Any]) -> NameTable:
@@ -34,8 +30,8 @@ def global_name(name: str, config: TransformerConfig) -> str:
     """Return the canonical name of this rank's parameter, with global layer and expert numbers."""
     offset = get_transformer_layer_offset(config)
     first_expert = ps.get_expert_model_parallel_rank() * _experts_of_a_rank(config)
-    name = _LAYER.sub(lambda m: f"decoder.layers.{int(m[1]) + offset}.", canonical(name))
-    return _expert_later(name, first_expert)
+    name = later(LAYER, canonical(name), offset)
+    return later(EXPERT, name, first_expert)
 
 
 def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
@@ -214,19 +210,15 @@ def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
     For a tensor that is not an expert's, return [name]: all these ranks hold the same one.
     """
     size = ps.get_expert_model_parallel_world_size()
-    if size == 1 or not _EXPERT.search(name):
+    if size == 1 or not EXPERT.search(name):
         return [name]
     here = ps.get_expert_model_parallel_rank()
-    return [_expert_later(name, (rank - here) * _experts_of_a_rank(config)) for rank in range(size)]
+    each = _experts_of_a_rank(config)
+    return [later(EXPERT, name, (rank - here) * each) for rank in range(size)]
 
 
 def _experts_of_a_rank(config: TransformerConfig) -> int:
     return (config.num_moe_experts or 0) // ps.get_expert_model_parallel_world_size()
-
-
-def _expert_later(name: str, by: int) -> str:
-    """Add `by` to the expert number in a name; return other names unchanged."""
-    return _EXPERT.sub(lambda m: f".mlp.experts.local_experts.{int(m[1]) + by}.", name)
 
 
 def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
