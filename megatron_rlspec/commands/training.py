@@ -262,7 +262,7 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
 
 
 def _with_local_models(config: Config) -> Config:
-    """Return `config` with directories in place of names on the Hub. Raises ModelConfigError."""
+    """Return `config` with directories in place of names on the Hub. Raises CheckpointError."""
     model = config.model.model_copy(update={"path": hub.local(config.model.path)})
     drafter = config.drafter.model_copy(update={"path": hub.local(config.drafter.path)})
     return config.model_copy(update={"model": model, "drafter": drafter})

@@ -68,7 +68,7 @@ def read_drafters(
 
     A place is a Hugging Face directory, or a checkpoint of slime's: of one iteration, or the folder of all, of which
     the newest is read. Returns config.json and the tensors of each, an EAGLE-3 drafter's with the policy's. Raises
-    ModelConfigError or CheckpointError.
+    CheckpointError.
     """
     hf_config = read_hf(policy)[0]
     places = {name: _in_slime(Path(place)) for name, place in places.items()}
@@ -154,7 +154,7 @@ def make_drafter(
           and the ends of a text
 
     Its head has the target's rows, and its final norm the target's. The other matrices are random. Raises
-    ModelConfigError, CheckpointError or FileError for a source or target that does not serve.
+    CheckpointError or FileError for a source or target that does not serve.
     """
     files.check_new_directory(Path(target))
     hf_config = check_model(source, "train", drafter=False, tokenizer=False)

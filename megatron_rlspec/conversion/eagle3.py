@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from megatron_rlspec.models.config import MAPS, ModelConfigError, check_config
+from megatron_rlspec.models.config import MAPS, CheckpointError, check_config
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config, layer_of_drafter
 from megatron_rlspec.models.headers import DTYPES, Header, read_headers, read_object
 
@@ -31,13 +31,13 @@ _OTHER_NAMES = {  # which SGLang reads, too
 def check_drafter(
     path: str | Path, target: Mapping[str, Any], target_path: str, *, weights: bool = True
 ) -> Eagle3:
-    """Return the drafter's config.json, typed. Raises ModelConfigError for one that the target cannot be drafted with.
+    """Return the drafter's config.json, typed. Raises CheckpointError for one that the target cannot be drafted with.
 
     A drafter that reads the wrong layers of its target runs, and no draft is accepted. So its layers are compared here.
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ModelConfigError(f"{directory}: no such directory; expected an EAGLE-3 drafter")
+        raise CheckpointError(f"{directory}: no such directory; expected an EAGLE-3 drafter")
     typed = check_drafter_config(read_object(directory / "config.json"), str(directory))
     policy = check_config(target, target_path)
     for key, stated, wanted in (
@@ -46,13 +46,13 @@ def check_drafter(
         ("target_hidden_size", typed.target_hidden_size or policy.hidden_size, policy.hidden_size),
     ):
         if stated != wanted:
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"config.json of {directory}: {key}={stated}, but {target_path} has {wanted}"
             )
     try:
         taps = typed.taps(policy.num_hidden_layers)
     except ValueError as error:
-        raise ModelConfigError(f"config.json of {directory}: {error}") from None
+        raise CheckpointError(f"config.json of {directory}: {error}") from None
     if weights:
         headers = {own_name(name): header for name, header in read_headers(directory).items()}
         _check_tensors(directory, headers, shapes(typed, len(taps)), typed.num_hidden_layers)
@@ -117,19 +117,19 @@ def _check_tensors(
 ) -> None:
     stored = {name.split(".")[1] for name in headers if name.startswith("layers.")}
     if layers > len(stored) + 1:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"config.json of {directory}: num_hidden_layers={layers}, but the files hold {len(stored) + 1}"
         )
     for name, shape in wanted.items():
         if name not in headers:
-            raise ModelConfigError(f"{directory}: lacks {name}, which an EAGLE-3 drafter needs")
+            raise CheckpointError(f"{directory}: lacks {name}, which an EAGLE-3 drafter needs")
         if headers[name].shape != shape:
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"{headers[name].path}: {name} has shape {list(headers[name].shape)}, expected "
                 f"{list(shape)} by config.json and the layers that the drafter reads"
             )
         if headers[name].dtype not in DTYPES:
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"{directory}: {name} has type {headers[name].dtype}, expected {', '.join(DTYPES)}"
             )
     unused = {"embed_tokens.weight"} | {
@@ -137,7 +137,7 @@ def _check_tensors(
     }
     unknown = sorted(headers.keys() - wanted.keys() - unused - set(MAPS))
     if unknown:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: {unknown[0]} is not part of an EAGLE-3 drafter with this config.json "
             f"(num_hidden_layers={layers})"
         )
@@ -149,17 +149,17 @@ def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3)
     header = headers.get("d2t")
     if header is None:
         if size != config.vocab_size:
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"{directory}: lacks d2t, the token ids of the draft_vocab_size={size} words of drafts"
             )
         return
     if header.dtype not in ("I64", "I32") or header.shape != (size,):
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: d2t is {header.dtype} {list(header.shape)}, expected I64 or I32, [{size}]"
         )
     with safe_open(header.path, framework="np") as file:
         ids = file.get_tensor("d2t").astype(np.int64) + np.arange(size)
     if ids[0] < 0 or ids[-1] >= config.vocab_size or (np.diff(ids) <= 0).any():
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: d2t[i] + i must ascend within 0 to {config.vocab_size - 1}, the token ids of the target"
         )

@@ -43,8 +43,8 @@ HARMLESS = frozenset(
 STATED = "rlspec_sharpness"
 
 
-class ModelConfigError(ConfigError):
-    """A config.json, or a model directory, that cannot be used. One line: key, value and what was expected."""
+class CheckpointError(ConfigError):
+    """A model, or one of its files, that cannot be used. One line: where, what is wrong, what was expected."""
 
 
 class Shared(BaseModel):
@@ -355,13 +355,13 @@ GEMMA3 = " (megatron-core's layer has no norms behind attention and MLP, and its
 def sharpness_of(config: Mapping[str, Any]) -> float:
     """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one.
 
-    Raises ModelConfigError for a value that is none.
+    Raises CheckpointError for a value that is none.
     """
     stated = config.get(DRAFTER, config).get(STATED)
     if stated is None:
         return SHARPNESS[0]
     if type(stated) not in (int, float) or not 0 < stated <= 100:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100"
         )
     return float(stated)
@@ -385,7 +385,7 @@ def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
 
 
 def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
-    """Check a config.json and return it typed. Raises ModelConfigError: `where`, key, value, expectation.
+    """Check a config.json and return it typed. Raises CheckpointError: `where`, key, value, expectation.
 
     trained  also refuse what cannot be trained. False: the model is only converted, or run by SGLang
     """
@@ -393,13 +393,13 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     schema = SCHEMAS.get(name)
     if trained and name and schema is None:
-        raise ModelConfigError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
+        raise CheckpointError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
     schema = (schema or Trained) if trained else Shared
     config = {key: value for key, value in config.items() if key != DRAFTER}
     found = validated(schema, config, where)
     if not trained:
         if config.get("quantization_config"):
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"config.json of {where}: quantization_config: quantised weights are not converted"
             )
         return found
@@ -413,7 +413,7 @@ def validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _
     try:
         return schema.model_validate(dict(config))
     except ValidationError as error:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"config.json of {where}: {_one_line(error, schema, config)}"
         ) from None
 
@@ -422,7 +422,7 @@ def without_unknown(found: Shared, name: str, where: str) -> Shared:
     for key, value in (found.model_extra or {}).items():
         harmless = not value or key in HARMLESS or key.startswith("_")
         if not harmless and found.restated.get(key) != value:
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"config.json of {where}: {key}={shown(value)}: unknown to {name}, and might change what the "
                 "model computes; expected null, or no such key"
             )

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from megatron_rlspec.models.config import (
     SCHEMAS,
+    CheckpointError,
     DeepseekV3,
-    ModelConfigError,
     Shared,
     check_config,
     stated_ends,
@@ -53,7 +53,7 @@ def check_model(
     longest: int = 0,
     spare: int = 0,
 ) -> dict[str, Any]:
-    """Return config.json. Raises ModelConfigError, one line, for a directory that cannot be used.
+    """Return config.json. Raises CheckpointError, one line, for a directory that cannot be used.
 
     use        train: refuse what cannot be trained; convert, serve: only what contradicts itself
     drafter    the model must have one
@@ -64,20 +64,20 @@ def check_model(
     """
     directory = Path(path)
     if wrong := no_checkpoint(directory):
-        raise ModelConfigError(wrong)
+        raise CheckpointError(wrong)
     config = read_config(directory)
     if use == "serve" and _architecture(config) not in SCHEMAS:
         return config  # SGLang knows more families than the package
     typed = check_config(config, str(path), trained=use == "train")
     if drafter and use == "train" and not typed.num_nextn_predict_layers:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"config.json of {path}: num_nextn_predict_layers={typed.num_nextn_predict_layers or 0}: no drafter; "
             "`rlspec convert --add-mtp` adds one, drafter.train=false goes without"
         )
     context = typed.max_position_embeddings
     if context and longest + spare > context:
         kept = f" and {spare} more, which SGLang needs" if spare else ""
-        raise ModelConfigError(
+        raise CheckpointError(
             f"config.json of {path}: max_position_embeddings={context} is less than model.max_length={longest}{kept}; "
             f"expected model.max_length of at most {context - spare}"
         )
@@ -93,7 +93,7 @@ def check_model(
 def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     """Return the ids that end a text, ascending: those of config.json, generation_config.json and the tokenizer.
 
-    SGLang ends a text at the same ones. Raises ModelConfigError.
+    SGLang ends a text at the same ones. Raises CheckpointError.
     """
     directory = Path(path)
     config = read_object(directory / "config.json")
@@ -133,7 +133,7 @@ def _check_stated(config: Mapping[str, Any], where: Path) -> None:
     }
     for key, (value, expected) in wanted.items():
         if value is None:
-            raise ModelConfigError(f"config.json of {where}: no {key}; expected {expected}")
+            raise CheckpointError(f"config.json of {where}: no {key}; expected {expected}")
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -142,7 +142,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read config.json. Raises ModelConfigError."""
+    """Read config.json. Raises CheckpointError."""
     config = read_object(directory / "config.json")
     if _architecture(config) == "Qwen3MoeForCausalLM" and "num_local_experts" in config:
         # Transformers 5 writes this name. SGLang and this package read the published one.
@@ -156,12 +156,12 @@ def _check_weights(
     headers = read_headers(directory, tied=typed.tie_word_embeddings)
     for name, header in headers.items():
         if use == "serve" and (header.part or (name, header.name) == (EMBEDDING, HEAD)):
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"{directory}: holds {name} as {header.name}, which SGLang does not read; `rlspec convert` to Megatron "
                 "and back writes it by its name"
             )
         if header.dtype not in DTYPES and not name.endswith(("d2t", "t2d")):
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"{header.path}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
             )
     known = typed.architectures[0] in SCHEMAS
@@ -188,16 +188,16 @@ def _check_names(
     try:
         family = name_table(config)
     except ValueError as error:
-        raise ModelConfigError(f"{directory}: {error}") from None
+        raise CheckpointError(f"{directory}: {error}") from None
     lost = [name for name in family.target_names if name not in headers]
     if lost:
         where = _unnamed(directory, lost[0])
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json{where}"
         )
     lost = [name for name in family.drafter_names if name not in headers]
     if drafter and lost:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}"
             + (_unnamed(directory, lost[0]) or "; `rlspec convert --add-mtp` makes a fresh drafter")
         )
@@ -207,7 +207,7 @@ def _check_names(
     unknown = [name for name in headers if name not in family.by_hf and name not in copies]
     unknown = [name for name in unknown if not _IGNORED.search(name)]
     if unknown:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: {_some(unknown)}: not part of {family.name} by config.json"
         )
 
@@ -226,7 +226,7 @@ def _check_shapes(directory: Path, headers: Mapping[str, Header], typed: Shared)
         if wanted is None or header.shape == tuple(wanted.values()):
             continue
         keys = " and ".join(f"{key}={size}" for key, size in wanted.items())
-        raise ModelConfigError(
+        raise CheckpointError(
             f"config.json of {directory}: {keys}, but {name} has shape {list(header.shape)}, expected "
             f"{list(wanted.values())}"
         )
@@ -240,11 +240,11 @@ def _check_tokenizer(directory: Path, trusted: bool) -> None:
     if own_code and trusted:
         return
     if own_code:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{about}: auto_map: the tokenizer is Python code in {directory}; model.trust_remote_code=true runs it"
         )
     known = ", ".join(" with ".join(names) for names in TOKENIZERS)
-    raise ModelConfigError(f"{directory}: no tokenizer; expected one of {known}")
+    raise CheckpointError(f"{directory}: no tokenizer; expected one of {known}")
 
 
 def _some(names: list[str]) -> str:

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from megatron_rlspec.models.config import (
     EAGLE3,
+    CheckpointError,
     Llama,
-    ModelConfigError,
     Size,
     shown,
     validated,
@@ -101,7 +101,7 @@ def layer_of_drafter(index: int) -> str:
 
 
 def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
-    """Check the config.json of an EAGLE-3 drafter and return it typed. Raises ModelConfigError."""
+    """Check the config.json of an EAGLE-3 drafter and return it typed. Raises CheckpointError."""
     names = config.get("architectures")
     if names != [EAGLE3]:
         reason = ""
@@ -109,7 +109,7 @@ def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
             reason = " of the project speculators, whose sizes are in transformer_layer_config"
         elif "draft_vocab_size" in config:
             reason = ", the target's, by which SGLang would choose a target's class"
-        raise ModelConfigError(
+        raise CheckpointError(
             f"config.json of {where}: architectures={shown(names)}{reason}: expected [{EAGLE3}], as SpecForge writes it"
         )
     found = validated(Eagle3, config, where)

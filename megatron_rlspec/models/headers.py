@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megatron_rlspec import files
-from megatron_rlspec.models.config import ModelConfigError
+from megatron_rlspec.models.config import CheckpointError
 from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
@@ -41,18 +41,18 @@ class Header:
 
 
 def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
-    """Read an object of standard JSON. Raises ModelConfigError."""
+    """Read an object of standard JSON. Raises CheckpointError."""
     try:
         content = files.read_json(file, most)
     except files.FileError as error:
-        raise ModelConfigError(str(error)) from None
+        raise CheckpointError(str(error)) from None
     if not isinstance(content, dict):
-        raise ModelConfigError(f"{file}: expected a JSON object")
+        raise CheckpointError(f"{file}: expected a JSON object")
     return content
 
 
 def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
-    """Map every tensor's name to its file, shape and type. Raises ModelConfigError if a file is missing or damaged.
+    """Map every tensor's name to its file, shape and type. Raises CheckpointError if a file is missing or damaged.
 
     tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it. Where they
           hold both, the bits must be equal
@@ -65,7 +65,7 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     head = headers.pop(HEAD)
     embedding = headers.setdefault(EMBEDDING, head)
     if embedding is not head and not _equal(embedding, head):
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
             "model with a head of its own"
         )
@@ -108,11 +108,11 @@ def _stored_headers(directory: Path) -> dict[str, Header]:
         return _indexed_headers(directory)
     if not (directory / SINGLE).exists():
         if any(directory.glob("*.bin")):
-            raise ModelConfigError(
+            raise CheckpointError(
                 f"{directory}: its weights are a pickle (.bin), which is not read; expected {SINGLE}: load the "
                 "file with torch.load(FILE, weights_only=True), and save it with safetensors.torch.save_file"
             )
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read"
         )
     return dict(headers_of(directory / SINGLE))
@@ -121,25 +121,25 @@ def _stored_headers(directory: Path) -> dict[str, Header]:
 def _indexed_headers(directory: Path) -> dict[str, Header]:
     file_of = read_object(directory / INDEX, files.READ_MOST).get("weight_map")
     if not isinstance(file_of, dict):
-        raise ModelConfigError(f"{directory / INDEX}: no weight_map; expected the index of a model")
+        raise CheckpointError(f"{directory / INDEX}: no weight_map; expected the index of a model")
     headers: dict[str, Header] = {}
     for file in sorted(set(file_of.values())):
         headers |= dict(headers_of(directory / Path(file).name))
     for name, file in file_of.items():
         if name not in headers or headers[name].path.name != file:
-            raise ModelConfigError(f"{directory / file}: lacks {name}, which {INDEX} places there")
+            raise CheckpointError(f"{directory / file}: lacks {name}, which {INDEX} places there")
     return {name: headers[name] for name in file_of}
 
 
 def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
     if not file.is_file():
-        raise ModelConfigError(f"{file}: no such file; expected safetensors")
+        raise CheckpointError(f"{file}: no such file; expected safetensors")
     try:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118, this object is no mapping
                 about = opened.get_slice(name)
                 yield name, Header(file, tuple(about.get_shape()), about.get_dtype(), name)
     except (SafetensorError, OSError, ValueError) as error:
-        raise ModelConfigError(
+        raise CheckpointError(
             f"{file}: truncated or not safetensors ({shown(error, str)})"
         ) from None

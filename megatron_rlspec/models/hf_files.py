@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.config import ModelConfigError
 from megatron_rlspec.models.directory import no_checkpoint, read_config
 from megatron_rlspec.models.headers import (
     DTYPES,
@@ -91,11 +90,8 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     directory = Path(path)
     if wrong := no_checkpoint(directory):
         raise CheckpointError(wrong)
-    try:
-        config = read_config(directory)
-        headers = read_headers(directory, tied=bool(config.get("tie_word_embeddings")))
-    except ModelConfigError as error:
-        raise CheckpointError(str(error)) from None
+    config = read_config(directory)
+    headers = read_headers(directory, tied=bool(config.get("tie_word_embeddings")))
     return config, LazyTensors(headers)
 
 
@@ -236,10 +232,7 @@ def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read the JSON object of a small file. Raises CheckpointError."""
-    try:
-        return read_object(file, files.READ_MOST)
-    except ModelConfigError as error:
-        raise CheckpointError(str(error)) from None
+    return read_object(file, files.READ_MOST)
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:

@@ -21,17 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlspec import files
+from megatron_rlspec.models.config import CheckpointError
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.texts import shown
 
 CHECKSUMS = "rlspec.checksums"  # key in a file's metadata
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used. One line: which file, what is wrong, what was expected."""
-
-    exit_code = 2
 
 
 def checksum(tensor: Tensor) -> str:

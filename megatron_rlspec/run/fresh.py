@@ -29,7 +29,7 @@ def with_fresh_drafter(config: Config) -> Config:
     """Return the configuration of a run that starts with a fresh drafter, which rank 0 writes to the run directory.
 
     The directory's name follows from the model, so a resumed run finds it. Other ranks wait for it: torchrun ends them
-    if rank 0 fails. Raises ConfigError, ModelConfigError or CheckpointError for a model that gets none.
+    if rank 0 fails. Raises ConfigError or CheckpointError for a model that gets none.
     """
     model = config.model.path
     hf_config = check_model(

@@ -80,7 +80,7 @@ def _check(config: Config, command: Command) -> None:
 
 
 def model_config(config: Config, use: Use, **checks: Any) -> dict[str, Any]:
-    """Return config.json of model.path; `checks` as for `check_model`. Raises ModelConfigError."""
+    """Return config.json of model.path; `checks` as for `check_model`. Raises CheckpointError."""
     return check_model(
         config.model.path,
         use,

@@ -20,7 +20,7 @@ from megatron_rlspec.conversion.drafter_files import (
 )
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.conversion.torch_dist import checkpoint_directory
-from megatron_rlspec.models.config import DRAFTER, ModelConfigError
+from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import CheckpointError, write_hf
 from megatron_rlspec.models.names import name_table
 
@@ -114,7 +114,7 @@ def test_a_drafter_that_does_not_fit_is_refused_in_one_line(case, model, drafter
     (drafter / "config.json").write_text(json.dumps(stated))
     held = load_file(drafter / "model.safetensors") | tensors
     save_file({name: x for name, x in held.items() if x is not None}, drafter / "model.safetensors")
-    with pytest.raises(ModelConfigError) as error:
+    with pytest.raises(CheckpointError) as error:
         check_drafter(drafter, model[1], str(model[0]))
     assert message in str(error.value) and "\n" not in str(error.value)
 
@@ -202,6 +202,6 @@ def test_eagles_own_pickle_is_refused_in_one_line(model, drafter):
     """EAGLE publishes `pytorch_model.bin`."""
     torch.save(load_file(drafter / "model.safetensors"), drafter / "pytorch_model.bin")
     (drafter / "model.safetensors").unlink()
-    with pytest.raises(ModelConfigError, match="a pickle .*, which is not read; expected model.safetensors") as told:
+    with pytest.raises(CheckpointError, match="a pickle .*, which is not read; expected model.safetensors") as told:
         check_drafter(drafter, model[1], str(model[0]))
     assert "\n" not in str(told.value)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.config import load
-from megatron_rlspec.models.directory import ModelConfigError, check_model, ends_of_text
+from megatron_rlspec.models.directory import CheckpointError, check_model, ends_of_text
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.rollout import start
 from megatron_rlspec.tasks.data import DataError, load_tokenizer
@@ -57,7 +57,7 @@ def test_a_tokenizer_in_python_needs_a_yes(tmp_path):
     (model / "tokenization_letters.py").write_text(TOKENIZER)
     about = {"auto_map": {"AutoTokenizer": ["tokenization_letters.Letters", None]}, "tokenizer_class": "Letters"}
     (model / "tokenizer_config.json").write_text(json.dumps(about))
-    with pytest.raises(ModelConfigError, match="Python code in .*; model.trust_remote_code=true runs it"):
+    with pytest.raises(CheckpointError, match="Python code in .*; model.trust_remote_code=true runs it"):
         check_model(model, "train", drafter=False)
     with pytest.raises(DataError):
         load_tokenizer(model)
@@ -103,7 +103,7 @@ def test_experts_of_a_layer_in_one_tensor_are_read_one_by_one(tmp_path):
     assert all(torch.equal(fused[name], apart[name]) for name in apart)
     assert check_model(tmp_path / "fused", "train", drafter=False, tokenizer=False)["num_experts"] == 4
     check_model(tmp_path / "apart", "serve", drafter=False, tokenizer=False)
-    with pytest.raises(ModelConfigError, match="as model.layers.0.mlp.experts.*, which SGLang does not read"):
+    with pytest.raises(CheckpointError, match="as model.layers.0.mlp.experts.*, which SGLang does not read"):
         check_model(tmp_path / "fused", "serve", drafter=False, tokenizer=False)
 
 
@@ -115,9 +115,7 @@ def test_a_file_that_no_index_names_is_named(tmp_path):
     file = stated["weight_map"].pop(drafter)
     shutil.move(tmp_path / "model" / file, tmp_path / "model/mtp.safetensors")
     index.write_text(json.dumps(stated))
-    with pytest.raises(
-        ModelConfigError, match=f"{drafter}; mtp.safetensors holds it, but model.safetensors.index.json"
-    ):
+    with pytest.raises(CheckpointError, match=f"{drafter}; mtp.safetensors holds it, but model.safetensors.index.json"):
         check_model(tmp_path / "model", "train", tokenizer=False)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rlspec.config import load
 from megatron_rlspec.losses.drafter import Student
-from megatron_rlspec.models.config import ModelConfigError, sharpness_of
+from megatron_rlspec.models.config import CheckpointError, sharpness_of
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.run.engines import RunDraftRule
@@ -160,7 +160,7 @@ def test_an_engine_drafts_with_the_sharpness_that_config_json_states_until_a_rul
 
 @pytest.mark.parametrize("stated", ["2", -1, float("nan")])
 def test_a_sharpness_that_is_none_is_refused(stated):
-    with pytest.raises(ModelConfigError, match=r"rlspec_sharpness=.*expected a number above 0"):
+    with pytest.raises(CheckpointError, match=r"rlspec_sharpness=.*expected a number above 0"):
         sharpness_of({"rlspec_sharpness": stated})
 
 

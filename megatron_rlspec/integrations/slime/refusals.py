@@ -15,7 +15,7 @@ from megatron_rlspec.integrations.slime.flags import (
     Flags,
     whole_number,
 )
-from megatron_rlspec.models.config import ModelConfigError
+from megatron_rlspec.models.config import CheckpointError
 from megatron_rlspec.models.directory import read_config
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK
@@ -181,7 +181,7 @@ def refuse_unfit_eagle3(given: Flags, drafter_path: str) -> dict[str, str]:
     try:
         hf_config: dict[str, Any] = read_config(Path(policy))
         typed = check_drafter(drafter_path, hf_config, policy)
-    except ModelConfigError as error:
+    except CheckpointError as error:
         raise ConfigError(f"--drafter.path: {error}") from None
     if problem := without_eagle3(hf_config):
         raise ConfigError(f"--drafter.kind eagle3: {problem}")

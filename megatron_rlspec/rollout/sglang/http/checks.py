@@ -13,7 +13,7 @@ from megatron_rlspec.config import SpecSection
 from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models import hub
-from megatron_rlspec.models.config import ModelConfigError
+from megatron_rlspec.models.config import CheckpointError
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.headers import DTYPES, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
@@ -37,7 +37,7 @@ def installed_sglang() -> versions.Sglang0523:
 def dtype_of(model: str | Path) -> str:
     """Return the type of a model directory's weights, such as "float32": config.json's, else the stored tensors'.
 
-    SGLang's own default, "auto", serves a float32 model in float16. Raises ModelConfigError.
+    SGLang's own default, "auto", serves a float32 model in float16. Raises CheckpointError.
     """
     config = read_object(Path(model) / "config.json")
     for section in (config, config.get("text_config") or {}):
@@ -53,7 +53,7 @@ def check(options: argparse.Namespace) -> None:
     try:
         options.model = hub.local(options.model)
         options.draft_model = hub.local(options.draft_model)
-    except ModelConfigError as error:
+    except CheckpointError as error:
         raise ServeError(str(error)) from None
     if not (Path(options.model) / "config.json").is_file():
         raise ServeError(
@@ -96,7 +96,7 @@ def _check_model(options: argparse.Namespace) -> None:
         config = check_model(
             options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False
         )
-    except ModelConfigError as error:
+    except CheckpointError as error:
         raise ServeError(f"--model {options.model}: {error}") from None
     if drafts and options.draft_model:
         _check_drafter(options, config)
@@ -112,7 +112,7 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
         raise ServeError(f"{given}: {problem}")
     try:
         drafter = check_drafter(options.draft_model, target, options.model)
-    except ModelConfigError as error:
+    except CheckpointError as error:
         raise ServeError(f"{given}: {error}") from None
     if options.verifier == "rejection" and drafter.draft_vocab_size < target["vocab_size"]:
         raise ServeError(

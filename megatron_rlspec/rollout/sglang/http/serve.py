@@ -29,7 +29,7 @@ from megatron_rlspec.config.rollout import MOST_SAMPLES
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host.loopback import is_loopback
-from megatron_rlspec.models.config import ModelConfigError, sharpness_of
+from megatron_rlspec.models.config import CheckpointError, sharpness_of
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
@@ -297,7 +297,7 @@ def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
 def _dtype(model: str) -> str:
     try:
         return dtype_of(model)
-    except ModelConfigError as error:
+    except CheckpointError as error:
         raise ServeError(f"--model {model}: {error}") from None
 
 
