@@ -76,6 +76,31 @@ def test_text_does_not_depend_on_which_drafts_are_verified(engines: Engines, sam
     same.test_text_does_not_depend_on_which_drafts_are_verified(engines, sampling)
 
 
+@pytest.mark.lossless
+def test_rounds_of_a_biased_batch_are_even(engines: Engines) -> None:
+    """SGLang adds biases to even rows. With graphs that are captured by tokens such rounds need a layout, too."""
+    engine = engines["adaptive"]
+    sampling = {"max_new_tokens": 40, "temperature": 1.0, "sampling_seed": 3, "ignore_eos": True}
+    body = {"input_ids": list(range(20, 40)), "sampling_params": sampling | {"logit_bias": {"40": 3.0, "50": 3.0}}}
+    headers = {"Authorization": f"Bearer {KEY}"}
+
+    def text() -> list[int]:
+        engine.stats()
+        return requests.post(f"{engine.url}/generate", json=body, headers=headers, timeout=60).json()["output_ids"]
+
+    try:
+        engine.set_schedule(SpecSchedule.fixed(OFF))
+        plain = text()
+        engine.set_spec_rule(same.choosing(same.WORTH_IT["none"]))
+        engine.generate(same.requests(16), Sampling(max_new_tokens=40, ignore_eos=True))  # from which it learns
+        assert sum(stats.verified for stats in engine.stats()) < 2.5 * 16 * 40
+        assert text() == plain
+        rounds = engine.stats()
+        assert sum(s.verified for s in rounds) == 3 * sum(sum(s.accepted) for s in rounds) > 0
+    finally:
+        engine.set_schedule(k(3))
+
+
 SAME = [
     same.test_drafting_after_off_equals_drafting_after_step_0,
     same.test_accept_length_follows_the_pushed_drafter,
