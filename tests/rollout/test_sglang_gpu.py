@@ -85,7 +85,6 @@ def test_text_does_not_depend_on_speculation(engines: Engines, name: str) -> Non
         same.test_samples_continue_under_new_weights,
         same.test_abort,
         same.test_round_statistics_agree_with_the_samples,
-        same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft,
         same.test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot,
         overlap.test_rounds_of_finished_requests_do_not_count,
         overlap.test_prompts_enter_the_prefix_tree_while_off,
@@ -95,6 +94,12 @@ def test_text_does_not_depend_on_speculation(engines: Engines, name: str) -> Non
 )
 def test_results_are_those_of_the_cpu(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
+
+
+def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines, caplog)
 
 
 def test_logprobs_are_those_of_an_independent_model(engines: Engines, checkpoint: Path) -> None:
