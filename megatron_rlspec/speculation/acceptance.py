@@ -141,7 +141,7 @@ class Prediction:
         counts = None
         if by_logq is not None:
             counts = np.array(by_logq).reshape(-1, 1 + max(steps), 2, BINS)
-        sums = [np.array(part).reshape(shape) for part in (reached, accepted)]
+        sums = np.array(reached).reshape(shape), np.array(accepted).reshape(shape)
         return cls(tuple(steps), *sums, counts)
 
     def sums(self) -> list[Any]:

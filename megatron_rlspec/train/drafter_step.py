@@ -266,8 +266,8 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
 
     Returns None if there is none, or if the loss was not finite. Every pipeline stage may call it.
     """
-    found = [totals.pop(name, None) for name in _PREDICTED]
-    if found[0] is None or not math.isfinite(totals["drafter/objective"][0]):
+    found = [totals.pop(name, []) for name in _PREDICTED]
+    if not found[0] or not math.isfinite(totals["drafter/objective"][0]):
         return None
     return Prediction.of_sums(steps, *found)
 
