@@ -245,7 +245,7 @@ def host_work(batch: int, steps: int, rounds: int = 1000) -> None:
             right = np.cumprod(rng.random(logq.shape) < np.exp(logq), 1).sum(1)
             verified = timed("lengths", logq) if ragged else np.full(batch, config.num_steps)
             chosen = (verified, logq) if ragged else ()
-            timed("observe", config, np.minimum(right, verified), 0, *chosen)
+            timed("observe", config, np.minimum(right, verified), *chosen)
             mean = (None, float(verified.mean())) if ragged else ()
             timed("timed", config, batch, 300 * batch, 10 + rng.random(), *mean)
         parts = ", ".join(f"{name} {1e3 * spent / rounds:.3f}" for name, spent in seconds.items())
