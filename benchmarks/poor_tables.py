@@ -122,8 +122,8 @@ class Stock:
         self.catch_up = batch if steps else 0
         return SpecConfig(steps) if steps else OFF
 
-    def observe(self, config: SpecConfig, accepted: list[int], others: int) -> None:
-        self.rule.on_verify_complete(accepted or [0] * others, self.batch)
+    def observe(self, config: SpecConfig, accepted: list[int]) -> None:
+        self.rule.on_verify_complete(accepted or [0] * self.batch, self.batch)
 
     def timed(self, *args: object) -> None:
         """SGLang's rule looks at no duration."""

@@ -70,12 +70,13 @@ def main() -> None:
             engines = {"spec": (spec, fast), "plain": (plain, slow)}
         summary = rewards(run) | times(run) | predictions(run) | {"policy": policy(run)}
         with told("accept lengths of four drafters on the final policy's rollouts"):
-            found = compare.measure(spec, drafters, prompts[: args.prompts], sampling, STEPS)
-            summary["comparison"] = found.to_json()
+            compared = prompts[: args.prompts]
+            found, equal_texts = compare.measure(spec, drafters, compared, sampling, STEPS)
+            summary["comparison"] = compare.table_of(found, len(compared), equal_texts)
         with told("the same with drafts of the likeliest tokens"):
             spec.set_spec_rule({"schedule": SpecSchedule.fixed(OFF).to_json(), "sharpness": LIKELIEST})
             trained = {"co-trained": drafters["co-trained"]}
-            other = compare.measure(spec, trained, prompts[: args.prompts], sampling, STEPS, version=1 + len(drafters))
+            other, _ = compare.measure(spec, trained, compared, sampling, STEPS, version=2 + len(drafters))
             spec.set_spec_rule({"schedule": SpecSchedule.fixed(OFF).to_json(), "sharpness": SHARPNESS[0]})
             summary["coupled"] = coupled(found, other)
         longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[:FEW]
@@ -141,11 +142,11 @@ def predictions(run: Path) -> dict:
     }
 
 
-def coupled(found: compare.Comparison, likeliest: compare.Comparison) -> list[dict]:
+def coupled(found: compare.Rounds, likeliest: compare.Rounds) -> list[dict]:
     """Return how many more tokens a round of coupled drafts yields than one of the drafter's likeliest tokens."""
     rows = []
     for k in STEPS:
-        gain = compare.estimate(found.rounds["co-trained", k], likeliest.rounds["co-trained", k])
+        gain = compare.estimate(found[k]["co-trained"], likeliest[k]["co-trained"])
         rows.append({"steps": k, **vars(gain), "shown": gain.shown})
     return rows
 

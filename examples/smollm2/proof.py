@@ -119,7 +119,8 @@ def curve(warm: Path) -> dict:
 def drafters(run: Path, engine: EmbeddedEngine, prompts: Sequence[Prompt], sampling: Sampling) -> dict:
     """Print paired accept lengths of three drafters on the final policy, at 3 drafts a round."""
     tensors = {name: read_hf(run / part / "hf")[1] for name, part in DRAFTERS.items()}
-    found = compare.measure(engine, tensors, prompts, sampling, steps=(3,)).to_json()
+    rounds, equal = compare.measure(engine, tensors, prompts, sampling, steps=(3,))
+    found = compare.table_of(rounds, len(prompts), equal)
     compare.show(found)
     return found
 

@@ -53,6 +53,9 @@ class Estimate:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
     @property
     def shown(self) -> str:
         """Say what a difference shows."""
@@ -64,10 +67,11 @@ class Estimate:
 Rounds = Mapping[int, Mapping[str, np.ndarray]]
 
 
-def table_of(rounds: Rounds) -> dict[str, Any]:
+def table_of(rounds: Rounds, prompts: int, equal_texts: int) -> dict[str, Any]:
     """Return every accept length and every paired difference.
 
-    rounds  by drafts a round and drafter `[prompts, 2]`: verify rounds and accepted drafts of every prompt
+    rounds       by drafts a round and drafter `[prompts, 2]`: verify rounds and accepted drafts of every prompt
+    equal_texts  prompts whose text is the same in all generations
     """
     lengths = []
     differences = []
@@ -78,7 +82,12 @@ def table_of(rounds: Rounds) -> dict[str, Any]:
             difference = estimate(of_drafters[name], of_drafters[other])
             row = {"steps": steps, "drafter": name, "minus": other, **vars(difference)}
             differences.append(row | {"shown": difference.shown})
-    return {"accept_lengths": lengths, "differences": differences}
+    return {
+        "prompts": prompts,
+        "equal_texts": equal_texts,
+        "accept_lengths": lengths,
+        "differences": differences,
+    }
 
 
 def estimate(rounds: np.ndarray, other: np.ndarray | None = None) -> Estimate:
@@ -112,19 +121,20 @@ def measure(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     steps: Sequence[int],
+    version: int = 2,
 ) -> tuple[Rounds, int]:
     """Generate one sample per prompt with every drafter, at each number of drafts a round.
 
-    engine    holds the policy, as version 1. Its drafter is replaced, and the last one measured stays
+    engine    holds the policy. Its drafter is replaced, and the last one measured stays
     drafters  name -> tensors under Hugging Face names, of which the drafter's are used
+    version   of the first drafter's push; the others follow
 
-    Returns what `table_of` takes, and the number of prompts whose text is the same in all generations. Raises
-    EngineError.
+    Returns rounds and equal texts of `table_of`. Raises EngineError.
     """
     rounds: dict[int, dict[str, np.ndarray]] = {k: {} for k in steps}
     # the different ones of each prompt
     texts: list[set[tuple[int, ...]]] = [set() for _ in prompts]
-    for number, (name, tensors) in enumerate(drafters.items(), start=2):
+    for number, (name, tensors) in enumerate(drafters.items(), start=version):
         files.tell(f"measuring the drafter {name}", sys.stderr)
         drafter = {key: tensors[key] for key in tensors if is_drafter(key)}
         engine.update_weights(number, weights_of(drafter), "drafter")
@@ -138,12 +148,13 @@ def measure(
 
 
 def draw(
-    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, name: str
+    engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, name: str, seed: int = 0
 ) -> list[Sample]:
-    """Generate one sample per prompt, each with a seed of its own. The ids of requests begin with `name`."""
+    """Generate one sample per prompt. The ids of requests begin with `name`; equal seeds give equal texts."""
     requests = []
     for i, prompt in enumerate(prompts):
-        requests.append(Request(f"{name}-p{i:06d}", prompt, seed=i))
+        own_seed = (seed * 1_000_003 + i) & 0x7FFF_FFFF
+        requests.append(Request(f"{name}-s{seed:06d}-p{i:06d}", prompt, own_seed))
     return engine.generate(requests, sampling)
 
 
@@ -232,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
             f"every answer to {options.prompts} ended with its first token, which no drafter can shorten; expected "
             f"longer answers (--max-new-tokens is {new_tokens})"
         )
-    result = {"prompts": len(prompts), "equal_texts": equal_texts, **table_of(rounds)}
+    result = table_of(rounds, len(prompts), equal_texts)
     show(result)
     if options.out is not None:
         files.write_output(options.out, json.dumps(result, indent=1) + "\n")
@@ -279,4 +290,4 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+    return str(Estimate(row["value"], row["low"], row["high"]))
