@@ -26,7 +26,7 @@ from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 MARGIN = 32  # tokens beside those of the plan
 LONGEST = 6  # kernels and gaps that are named
-SECONDS = 40  # within which a trace is written
+SECONDS = 120  # within which a trace is written; a busy machine without a GPU takes over 40
 NAME = 40  # characters of a kernel's name
 
 
