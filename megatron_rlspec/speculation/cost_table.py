@@ -146,7 +146,7 @@ class CostTable:
         rows = []
         for surface, count in zip(surfaces, each, strict=True):
             if surface.config.off:
-                rows.append(surface.ms(batch, context)[None])
+                rows.append(np.stack([surface.ms(batch, context)] * len(count)))
             else:
                 rows.append(surface.uneven(batch, context, count, self._undrafted))
         return np.concatenate(rows)

@@ -100,17 +100,19 @@ class RoundTimes:
         )
 
     def _uneven(
-        self, config: SpecConfig, batch: int, context_tokens: int, drafts: np.ndarray
+        self, config: SpecConfig, batch: int, context_tokens: float, drafts: np.ndarray
     ) -> np.ndarray:
         return self.cost.grid([config], np.array(batch), np.array(context_tokens), drafts)
 
     def _uneven_cost(self, candidate: int, batch: int, context_tokens: int, drafts: float) -> float:
         """Return the cost of one round, from costs of eighths of a draft that stay until the next plan."""
         config = self.candidates[candidate]
-        key = candidate, batch, _quarter(batch, context_tokens)
+        quarter = _quarter(batch, context_tokens)
+        key = candidate, batch, quarter
         if key not in self._curves:
             counts = np.arange(8 * config.num_steps + 2) / 8
-            self._curves[key] = self._uneven(config, batch, context_tokens, counts).tolist()
+            context = _context_of(batch, quarter)
+            self._curves[key] = self._uneven(config, batch, context, counts).tolist()
         place = min(int(8 * drafts), 8 * config.num_steps)
         low, high = self._curves[key][place : place + 2]
         return low + (8 * drafts - place) * (high - low)
@@ -277,8 +279,7 @@ class RoundTimes:
         quarter = _quarter(batch, context_tokens)
         row = self._rows.get((batch, quarter))
         if row is None:
-            context = batch * 2 ** (quarter / 4)
-            place = np.array(batch), np.array(context)
+            place = np.array(batch), np.array(_context_of(batch, quarter))
             row = self.cost.grid(self.candidates, *place, self._verified).tolist()
             self._rows[batch, quarter] = row
         return row
@@ -287,6 +288,11 @@ class RoundTimes:
 def _quarter(batch: int, context_tokens: int) -> int:
     """Return the mean context in quarters of an octave."""
     return round(4 * math.log2(max(context_tokens / batch, 1.0)))
+
+
+def _context_of(batch: int, quarter: int) -> float:
+    """Return the tokens of a batch whose mean context is so many quarters of an octave."""
+    return batch * 2 ** (quarter / 4)
 
 
 def octave_of(batch: int) -> int:

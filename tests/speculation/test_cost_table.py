@@ -79,6 +79,8 @@ def test_rounds_that_verify_no_draft_tell_drafting_from_verifying():
         assert made.grid([deepest], np.array(batch), np.array(batch * 300), drafts) == pytest.approx(expected, rel=0.04)
         each = made.grid(CONFIGS, np.array(batch), np.array(batch * 300), np.array([0.0, 1.0, 2.5]))
         assert each[2] == pytest.approx(expected[2], rel=0.04) and each.shape == (3,)
+        plain = made.grid([OFF], np.array(batch), np.array(batch * 300), drafts)
+        assert plain.shape == (3,) and set(plain) == {made.ms(OFF, batch, batch * 300)}
 
 
 def test_leaving_the_grid_does_not_jump():
