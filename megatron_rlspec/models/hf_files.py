@@ -71,6 +71,10 @@ class LazyTensors(Mapping[str, Tensor]):
                 )
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        """Look for a name. Mapping's own form would read the tensor."""
+        return name in self.headers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.headers)
 

@@ -21,6 +21,10 @@ class Lazy(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.makers[name]()
 
+    def __contains__(self, name: object) -> bool:
+        """Look for a name. Mapping's own form would make the tensor."""
+        return name in self.makers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.makers)
 

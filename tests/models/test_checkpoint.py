@@ -47,6 +47,7 @@ def test_a_tensor_that_is_not_finite_is_named(tmp_path, checkpoint, bad):
     tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = bad
     write_hf(tmp_path / "out", config, tensors)
     _, lazy = read_hf(tmp_path / "out")
+    assert "model.layers.1.mlp.up_proj.weight" in lazy, "its name is looked for, and the tensor not read"
     with pytest.raises(CheckpointError, match=r"safetensors: model.layers.1.mlp.up_proj.weight holds NaN or infinity"):
         dict(lazy)
 
