@@ -117,8 +117,10 @@ class Conversation:
         prompt = replace(self.prompt, tokens=so_far)
         turn = Request(name, prompt, self._seed())
         self.since = None
-        drawn = self._draw(turn, sampling)
-        self.since = time.monotonic()
+        try:
+            drawn = self._draw(turn, sampling)
+        finally:
+            self.since = time.monotonic()
         self._turns += 1
         self._add(drawn)
         self._status = drawn.status
