@@ -55,8 +55,8 @@ class TensorBoard:
 class Tracker:
     """A run of Weights & Biases, or of trackio, which has its functions. A resumed run goes on there.
 
-    Weights & Biases finds it by the id in `run_dir/wandb_id`, and keeps the first value of a step, so steps that a
-    resume repeats keep their old values there. trackio finds it by its name.
+    It is found by what `run_dir/wandb_id` or `run_dir/trackio_name` has. Weights & Biases keeps the first value of a
+    step, so steps that a resume repeats keep their old values there.
 
     package  wandb or trackio
     options  of the run, by section, which both show
@@ -76,19 +76,19 @@ class Tracker:
             raise ConfigError(
                 f"log.sinks={package}: it cannot be imported: {one_line(error)}"
             ) from None
+        name = log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name
         settings: dict[str, Any] = {
             "project": log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
-            "name": log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
             "config": dict(options),
         }
+        new = uuid.uuid4().hex
         if package == "trackio":
-            resume = "allow" if first_step > 0 else "never"
-            self._run = self._package.init(**settings, resume=resume, embed=False)
+            # It finds a run by its name, which runs in other directories may have, too.
+            known = _known(run_dir / "trackio_name", f"{name}-{new[:6]}", first_step)
+            self._run = self._package.init(**settings, name=known, resume="allow", embed=False)
             return
-        id_file = run_dir / "wandb_id"
-        if first_step == 0 or not id_file.exists():
-            files.write(id_file, uuid.uuid4().hex)
-        settings |= {"id": id_file.read_text(), "dir": str(run_dir)}
+        known = _known(run_dir / "wandb_id", new, first_step)
+        settings |= {"name": name, "id": known, "dir": str(run_dir)}
         try:
             self._run = self._package.init(**settings, resume="allow")
         except self._package.Error as error:
@@ -107,6 +107,14 @@ class Tracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _known(file: Path, new: str, first_step: int) -> str:
+    """Return what a resumed run has in `file`, or keep `new` there."""
+    if first_step > 0 and file.exists():
+        return file.read_text()
+    files.write(file, new)
+    return new
 
 
 def check(log: LogConfig) -> None:

@@ -44,6 +44,8 @@ def test_trackers_hold_records_and_samples_and_go_on_after_a_resume(package, tmp
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     module = pytest.importorskip(package)
     names = []
+    [other] = sinks.open_sinks(log(package), {}, tmp_path / "other" / tmp_path.name, 0)  # of the same name
+    other.close()
     for first in (0, 2):
         [sink] = sinks.open_sinks(log(package), {"train": {"steps": 4}}, tmp_path, first)
         names.append((sink._run.id, sink._run.name) if package == "wandb" else sink._run.name)
@@ -54,7 +56,7 @@ def test_trackers_hold_records_and_samples_and_go_on_after_a_resume(package, tmp
     if package == "trackio":
         from trackio.sqlite_storage import SQLiteStorage
 
-        [run] = module.Api().runs("megatron_rlspec")
+        [run] = [run for run in module.Api().runs("megatron_rlspec") if run.name == names[0]]
         rows = SQLiteStorage.get_logs("megatron_rlspec", run.name, run_id=run.id)
         assert [row["rollout/reward"] for row in rows if "rollout/reward" in row] == [0.5, 2.5]
         assert sum("samples" in row for row in rows) == 2
