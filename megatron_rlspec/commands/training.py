@@ -237,9 +237,8 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
             "--config twice: expected one file; options of the command line win over it"
         )
     file = files[0] if files else None
-    dry = overrides.pop("dry_run", False)
-    if overrides.pop("gpu_gib", 0) and not dry:
-        raise ConfigError("--gpu-gib has an effect with --dry-run only")
+    for name in ("dry_run", "gpu_gib"):
+        overrides.pop(name, None)
     if command == "replay":
         recorded = overrides.pop("run")
         config = load_replay(recorded, file, overrides)
@@ -313,7 +312,6 @@ def parser_of(command: Name) -> arguments.Parser:
         add(
             "--dry-run",
             action="store_true",
-            default=argparse.SUPPRESS,
             help="start nothing: print parameters, memory and place of each rank",
         )
         add(
@@ -322,6 +320,7 @@ def parser_of(command: Name) -> arguments.Parser:
             type=float,
             help="with --dry-run: refuse what does not fit in GPUs of X GiB",
         )
+        parser.needs("--dry-run", "--gpu-gib")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for known in options():
         section = known.name.partition(".")[0]

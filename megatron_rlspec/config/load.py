@@ -83,12 +83,16 @@ def _validated(
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        line = _one_line(error)
-        on_command_line = re.split("[=:]", line, maxsplit=1)[0] in overrides
-        raise ConfigError(line if on_command_line or not path else f"{path}: {line}") from None
+        raise ConfigError(_located(_one_line(error), path, overrides)) from None
     for line in useless(config, given):
-        raise ConfigError(f"{path}: {line}" if path else line)
+        raise ConfigError(_located(line, path, overrides))
     return config
+
+
+def _located(line: str, path: str | Path | None, overrides: Mapping[str, str]) -> str:
+    """Name the file before a line that begins with an option, unless the command line gave that option."""
+    on_command_line = re.split("[=:]", line, maxsplit=1)[0] in overrides
+    return line if on_command_line or not path else f"{path}: {line}"
 
 
 def _expand_home(tree: dict[str, Any]) -> None:

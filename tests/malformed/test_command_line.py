@@ -57,7 +57,7 @@ TABLES = [
 COMMANDS = [
     Case("unknown command", "trian", ("unknown command 'trian'", "train")),
     Case("ranks 1e9", "train --dry-run --ranks 1000000000", ("--ranks 1000000000", "16384")),
-    Case("size of GPUs", "train --gpu-gib 80", ("--gpu-gib", "--dry-run only")),
+    Case("size of GPUs", "train --gpu-gib 80", ("--gpu-gib has no effect without --dry-run",)),
     Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "WORLD_SIZE=1", "unset them"), environment=TORCHRUN),
     Case(
         "ranks that do not divide",
