@@ -105,7 +105,7 @@ class FusedRows:
         self.best_logprob = (peak.double() - self.lse).float()
         self.value = torch.zeros_like(label)
         if moment == "forward_kl":
-            # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/drafter.py`.
+            # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/plain.py`.
             self._mass = torch.ones_like(label)
             if words is not None:
                 self._mass = second[1].float()

@@ -68,12 +68,13 @@ class PlainRows:
             self.value = -head.sum((logp.exp() * logp).sum(-1))
 
     def best(self) -> Tensor:
-        self._best = self._head.argmax(self.scores)
-        return self._best
+        best = self._head.argmax(self.scores)
+        self._best_score = self._head.pick(self.scores, best)
+        return best
 
     @property
     def best_logprob(self) -> Tensor:
-        return self._head.sum(self._head.pick(self._logq, self._best))
+        return self._head.sum(self._best_score) - self.lse
 
     @cached_property
     def _logq(self) -> Tensor:
