@@ -8,7 +8,6 @@ says how to make them.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_rlspec.host import ports
 
 HERE = Path(__file__).parent
 SLIME = os.environ.get("RLSPEC_SLIME")
@@ -55,10 +56,8 @@ def run(mode, cp, *extra, replicas=1):
 def run_ranks(mode, cp, *extra, replicas=1, program="slime_ranks.py"):
     """Return what each rank saved."""
     size = cp * replicas
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
+        port = ports.free_port(ports.JOBS)
         job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [PYTHON, "-W", "ignore", str(HERE / program), mode, folder, str(cp), *extra]
         logs = [open(Path(folder, f"rank{rank}.log"), "w+") for rank in range(size)]

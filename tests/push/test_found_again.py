@@ -30,15 +30,14 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(run):
-    """Earlier, each push restarted the wait for a probe. So no probe ever ran, in spite of the trainer's forecast."""
+    """Earlier, each push restarted the wait for a probe. So no probe ever ran."""
     share_off = []
     for version in range(1, 17):
         run.push(version)
         run.draw(f"v{version:02d}")
         found = run.rollouts.adapt(Prediction.of_sums((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 150.0)))
         share_off.append(found.get("spec/share_off", 0.0))
-    assert share_off[0] > 0.4, "by what was seen, drafts do not pay: it begins without, and tries them soon"
-    # In the first rollout with the forecast, a probe would have to pay for the drafter to read all prompts.
-    assert share_off[2] < 1.0, "the forecast was not tried"
+    # A push makes trials come earlier. If they began anew with it, 16 of 19 rounds of this rollout had no drafts.
+    assert 0 < share_off[0] < 0.7, share_off
     assert max(share_off[4:]) < 0.2, share_off
     assert run.rollouts.speculation.learning.acceptance.rates[0] > 0.5

@@ -22,5 +22,5 @@ def test_a_miscounted_request_is_found(mistake: str, tmp_path: Path, monkeypatch
     arguments = [*same.SERVE, *same.LAUNCHES["adaptive"]]
     with emulation.launch(model, tmp_path / "log", arguments, environment, "right-key") as process:
         engine = SGLangEngine.of(process.wait(), timeout=120)
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=r"^(none|some|all)\b"):
             same.test_text_does_not_depend_on_which_drafts_are_verified({"adaptive": engine}, "T=1")  # type: ignore[arg-type]
