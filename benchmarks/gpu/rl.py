@@ -31,9 +31,8 @@ from gpu.widened import PROMPTS
 from megatron_rlspec.config import Config
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.run.extension import Extensions
+from megatron_rlspec.run.extension import DrafterSchedule, Extensions
 from megatron_rlspec.run.session import Session
-from megatron_rlspec.types import Group, Sample
 
 PLAIN, FROZEN, CO_TRAINED = KINDS = ("plain", "frozen", "co-trained")
 ROOM = 256  # tokens of a prompt at most
@@ -87,29 +86,17 @@ def config_of(plan: Plan, folder: Path, run_dir: Path, steps: int, staleness: in
     return Config.model_validate(settings)
 
 
-class Alternating:
+class Alternating(DrafterSchedule):
     """The drafter's schedule: it learns in the co-trained steps. `kind` is that of the present step."""
 
     def __init__(self) -> None:
         self.kind = CO_TRAINED
-
-    def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
-        return None
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        pass
-
-    def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
-        pass
 
     def train_step(
         self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
     ) -> dict[str, float]:
         learns = self.kind == CO_TRAINED
         return train(learns) | {"drafter/updated": float(learns)}
-
-    def state(self) -> tuple[dict[str, Any], list[Group]]:
-        return {}, []
 
 
 def alternate(config: Config, engine: SGLangEngine, kinds: Sequence[str]) -> list[float]:

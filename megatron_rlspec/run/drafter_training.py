@@ -110,6 +110,7 @@ class FreshSchedule(DrafterSchedule):
         self._trainer.prediction = prediction  # of texts that it had not learnt from
         if step + 1 >= FRESH_STEPS:
             self._rollouts = []
+            self._newest = ()
         return {"drafter/seconds_fresh": spent}
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
