@@ -187,10 +187,15 @@ def test_parts_begin_while_their_time_is_left(gpu, ran):
 def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     """Run the script on a CPU: its figures by name."""
     command = [sys.executable, str(SCRIPT), *CPU, "--out", str(folder), *options]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    for _ in range(5):
+        ended = subprocess.run(command, capture_output=True, text=True)
+        # On a CPU torch's profiler often ends an engine with a segmentation fault. The same command goes on.
+        if "not done: trace;" not in ended.stderr:
+            break
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     rows = [json.loads(line) for line in (folder / "session.jsonl").read_text().splitlines()]
-    assert {row["state"] for row in rows if row["kind"] == "end"} == {"done"}
+    ends = {row["part"]: row["state"] for row in rows if row["kind"] == "end"}
+    assert {*ends.values()} == {"done"}
     assert rows[0]["conditions"]["versions"]["torch"] and rows[0]["conditions"]["gpus"] == []
     figures = {f"{row['part']}: {row['what']}": row for row in rows if row["kind"] == "figure"}
     assert not [row for row in figures.values() if row["state"] in ("failed", "out of memory")]
