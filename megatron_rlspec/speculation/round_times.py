@@ -277,12 +277,18 @@ class RoundTimes:
     def _cost_of(self, batch: int, context_tokens: int) -> list[float]:
         """Return the cost of a round of each candidate at this batch, and at its mean context to a quarter octave."""
         quarter = _quarter(batch, context_tokens)
-        row = self._rows.get((batch, quarter))
-        if row is None:
-            place = np.array(batch), np.array(_context_of(batch, quarter))
-            row = self.cost.grid(self.candidates, *place, self._verified).tolist()
-            self._rows[batch, quarter] = row
-        return row
+        if (batch, quarter) not in self._rows:
+            self._compute_costs(batch, quarter)
+        return self._rows[batch, quarter]
+
+    def _compute_costs(self, batch: int, quarter: int) -> None:
+        """Compute the costs of this batch and of its neighbours. Sixteen take as long as one."""
+        first = (batch - 1) // 16 * 16 + 1
+        batches = np.arange(first, first + 16)
+        contexts = _context_of(batches, quarter)
+        costs = self.cost.grid(self.candidates, batches, contexts, self._verified)
+        for near, row in zip(batches.tolist(), costs.T.tolist(), strict=True):
+            self._rows[near, quarter] = row
 
 
 def _quarter(batch: int, context_tokens: int) -> int:
@@ -290,8 +296,8 @@ def _quarter(batch: int, context_tokens: int) -> int:
     return round(4 * math.log2(max(context_tokens / batch, 1.0)))
 
 
-def _context_of(batch: int, quarter: int) -> float:
-    """Return the tokens of a batch whose mean context is so many quarters of an octave."""
+def _context_of(batch: Any, quarter: int) -> Any:
+    """Return the tokens of a batch, or of several, whose mean context is so many quarters of an octave."""
     return batch * 2 ** (quarter / 4)
 
 
