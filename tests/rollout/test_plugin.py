@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import plain_server
 import pytest
+import tiny_mimo
 
 from megatron_rlspec.rollout.sglang.scheduler.metrics import RoundCounters
 from megatron_rlspec.rollout.sglang.settings import Settings
@@ -32,6 +35,25 @@ def test_a_plugin_that_cannot_register_ends_the_process(value: str, before: str,
     line = done.stderr.splitlines()[-1]
     assert line.startswith("rlspec: RLSPEC_SGLANG is set, but the plugin cannot register: ") and told in line
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--disaggregation-mode", "prefill"], "engines that prefill and decode apart"),
+        (["--dp-size", "2"], "engines whose ranks attend to requests of their own"),
+    ],
+)
+def test_a_server_with_options_that_the_rule_never_ran_under_ends(
+    options: list[str], told: str, tmp_path: Path
+) -> None:
+    config = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=128, vocab=512)
+    model = tiny_mimo.write(tmp_path / "model", config, tiny_mimo.weights(config))
+    with pytest.raises(AssertionError) as ended, plain_server.started(model, tmp_path, "1", options):
+        raise RuntimeError("it serves")
+    last = str(ended.value).strip().splitlines()[-1]
+    assert last.startswith(f"rlspec: RLSPEC_SGLANG is set with --speculative-adaptive, but {told}")
 
 
 @pytest.mark.parametrize(

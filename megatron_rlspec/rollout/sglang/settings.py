@@ -68,3 +68,14 @@ def _parsed(text: str) -> Settings:
 def known_key(given: str = "") -> str:
     """Return the key given, or that of the environment; "" if there is none."""
     return (given or os.environ.get(KEY, "")).strip()
+
+
+def refused(server_args: Any) -> str:
+    """Return why SGLang's options cannot be combined with adaptive speculation; "" if they can."""
+    if server_args.enable_mixed_chunk:
+        return MIXED_CHUNK
+    if server_args.disaggregation_mode != "null":
+        return APART
+    if server_args.enable_dp_attention or server_args.dp_size > 1:
+        return ATTENTION_RANKS
+    return ""

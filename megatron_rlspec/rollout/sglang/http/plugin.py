@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_rlspec.rollout.sglang.settings import Settings
@@ -67,11 +67,20 @@ def _register(settings: Settings) -> None:
     )
     own = [*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings)]
     own += ragged.hooks(settings)
+    own.append(("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", _check, "BEFORE"))
     for target, hook, kind in (*own, *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
         loopback.bind_stores()
     _add_routes()
+
+
+def _check(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """End a server with options that adaptive speculation cannot be combined with."""
+    from megatron_rlspec.rollout.sglang.settings import refused
+
+    if server_args.speculative_adaptive and (reason := refused(server_args)):
+        raise SystemExit(f"rlspec: RLSPEC_SGLANG is set with --speculative-adaptive, but {reason}")
 
 
 def _register_models(architectures: Collection[str]) -> None:
