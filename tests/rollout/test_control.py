@@ -7,7 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights
+from megatron_rlspec.rollout.sglang.scheduler import (
+    control,
+    decisions,
+    rounds,
+    served_weights,
+    shared_times,
+)
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
@@ -37,14 +43,26 @@ def test_hold_twice_needs_one_release(decider):
     assert chosen(decider) == SpecConfig(3) and not decider.held
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_only_an_engine_of_one_rank_learns_from_its_durations(decider, ranks):
-    """Clocks of several ranks differ, and each rank decides for itself."""
-    decider.start([0, 1, 3], 3, ranks)
-    table = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
-    for learn in (True, False):
-        decider.replace({"table": str(table), "learn": learn})
-        assert decider.rule.learns == (learn and ranks == 1)
+def test_ranks_learn_the_durations_of_the_first(monkeypatch):
+    """Their clocks differ, and each rank decides for itself. SGLang's requests carry the durations."""
+    rule = {"roofline": Roofline.of_layers(12).to_json()}
+    ranks = [decisions.Decider(SETTINGS) for _ in range(2)]
+    for decider in ranks:
+        decider.start([0, 1, 3], 3, len(ranks))
+        decider.replace(rule)
+    broadcast = [lambda receiver, received, local: sent.append([*received, *local]) or sent[-1]]
+    broadcast.append(lambda receiver, received, local: sent[-1])
+    sent = []
+    for i in range(40):
+        arrived, configs = [], set()
+        for rank, decider in enumerate(ranks):
+            monkeypatch.setattr(decisions, "decider", decider)
+            arrived.append(shared_times._broadcast(broadcast[rank], None, None if rank else [i], ["abort"]))
+            configs.add(chosen(decider))
+            decider.timed(decisions.DecodeRound(max(configs), 100, None), 1, 7.5 + rank)
+        assert arrived == [[i, "abort"]] * 2 and len(configs) == 1
+    first, second = (decider.rule.report()["learnt"]["times"] for decider in ranks)
+    assert first == second and sum(first["timings"]) > 5
 
 
 def test_of_a_table_of_several_sizes_the_engines_own_counts(decider):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +19,17 @@ from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 pytestmark = pytest.mark.slow
-CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=2, kv_heads=1, ffn=128, vocab=512)
+CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=512)
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "8"]
 ADAPTIVE = ["--spec", "adaptive", "--candidate-steps", "0,1,2", "--drafts", "argmax"]
 
 
 @contextmanager
-def served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
-    with launch(model, folder / "log", arguments=[*SERVE, *ADAPTIVE], environment={"OMP_NUM_THREADS": "1"}) as process:
+def served(model: Path, folder: Path, ranks: int = 1) -> Iterator[SGLangEngine]:
+    cores = "|".join(ranks * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
+    environment = {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+    arguments = [*SERVE, *ADAPTIVE, "--tp", str(ranks)]
+    with launch(model, folder / "log", arguments=arguments, environment=environment) as process:
         yield SGLangEngine.of(process.wait(), timeout=300)
 
 
@@ -35,7 +40,10 @@ def plain(model: Path, folder: Path) -> Iterator[SGLangEngine]:
         yield engine
 
 
-@pytest.mark.parametrize("start", [served, plain], ids=["rlspec serve", "plain server"])
+STARTS = [served, partial(served, ranks=2), plain]
+
+
+@pytest.mark.parametrize("start", STARTS, ids=["rlspec serve", "two ranks", "plain server"])
 def test_refused_drafts_are_off_without_a_rule_given(start, tmp_path: Path) -> None:
     model = tiny_mimo.write(tmp_path / "model", CONFIG, tiny_mimo.weights(CONFIG))
     asked = [Request(f"r-{i}.", Prompt(i, np.arange(1, 9)), i) for i in range(8)]
@@ -46,3 +54,4 @@ def test_refused_drafts_are_off_without_a_rule_given(start, tmp_path: Path) -> N
     assert report["acceptance"][0] < 0.1, "the case needs a drafter that is never right"
     off = sum(stats.rounds for stats in rounds if stats.config.off)
     assert off > 0.6 * sum(stats.rounds for stats in rounds), report
+    assert sum(report["learnt"]["times"]["timings"]) > 10, "the rule learns from the engine's own rounds"

@@ -29,6 +29,7 @@ from megatron_rlspec.rollout.sglang.scheduler import (
     eagle3,
     metrics,
     prefix_tree,
+    shared_times,
     stop_strings,
     versions,
 )
@@ -68,6 +69,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     yield f"{processor}.process_batch_result_decode", _after_decode, "AROUND"
     yield f"{processor}.process_batch_result_prefill", _before_prefill, "BEFORE"
     yield from aborts.hooks()
+    yield from shared_times.hooks()
     yield from stop_strings.hooks()
 
 

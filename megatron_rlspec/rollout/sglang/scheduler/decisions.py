@@ -1,14 +1,14 @@
 """What each decode round in SGLang's scheduler process runs, and why.
 
 Every tensor-parallel rank decides for itself, so a decision may depend only on what all ranks share: batch, context
-lengths and accepted counts, never on a local clock. An engine of one rank also learns from durations (`Decider.timed`).
+lengths, accepted counts, and durations of rounds by the first rank's clock (`shared_times`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,17 @@ class DecodeRound:
         return everyone - set(self.drafting)
 
 
+class RoundTime(NamedTuple):
+    """The arguments of `SpecRule.timed`: a round, and its duration by one rank's clock."""
+
+    config: SpecConfig
+    batch: int
+    context_tokens: int
+    ms: float
+    caught_up_ms: float
+    drafts: float | None
+
+
 class Decider:
     """The rule in force, limited to the configurations for which the engine holds runtime state."""
 
@@ -70,6 +81,9 @@ class Decider:
         self._stock: Any = None  # the same, with what it has learnt
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 0  # tensor-parallel size
+        self.untold: list[
+            RoundTime
+        ] = []  # rounds of which the other ranks do not know this rank's time
         # the largest batch with captured graphs, where graphs are limited
         self._most: dict[SpecConfig, int] = {}
 
@@ -147,8 +161,6 @@ class Decider:
             if data.get("tp") is None:
                 data["tp"] = costs.of_engine(max(self.ranks, 1)).tps[0]
         data["ragged"] = tells_drafting and not self.even and data.get("ragged", True)
-        if self.ranks > 1:
-            data["learn"] = False  # clocks of several ranks differ
         offered = [list(c.numbers) for c in candidates]
         rule = SpecRule.from_json({"candidates": offered, **data})
         self._check(rule.candidates)
@@ -194,14 +206,22 @@ class Decider:
         return self.rule.drafts(batch)
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
-        """Let the rule learn the duration of a round."""
-        if self.rule is None or self.stock or self.held:
+        """Let the rule learn the duration of a round, once all ranks are told it."""
+        drafts = None if ran.verified is None else float(ran.verified.numpy().mean())
+        timed = RoundTime(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up, drafts)
+        if self.ranks > 1:
+            self.untold.append(timed)
+        else:
+            self.learn(timed)
+
+    def learn(self, timed: RoundTime) -> None:
+        """Let the rule learn a duration that all ranks are told."""
+        rule = self.rule
+        if rule is None or self.stock or self.held:
             return
-        drafts = None
-        if ran.verified is not None and self.rule.selection is not None:
-            drafts = float(ran.verified.numpy().mean())
-        caught_up = 1000 * ran.caught_up
-        self.rule.timed(ran.config, batch, ran.context_tokens, ms, caught_up, drafts)
+        if rule.selection is None:
+            timed = timed._replace(drafts=None)
+        rule.timed(*timed)
 
     def observe(
         self,
