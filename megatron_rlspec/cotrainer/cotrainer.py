@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection
-from megatron_rlspec.conversion.drafter_files import read_model, words
+from megatron_rlspec.conversion.drafter_files import read_model
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.cotrainer.drafter import DrafterBeside
 from megatron_rlspec.cotrainer.fields import Sequences
@@ -48,8 +48,6 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.train import checkpoint, shards
 from megatron_rlspec.train.drafter_step import objective_of
-from megatron_rlspec.train.model import Taps, eagle3_identity, embedding_for_drafter, taps_of
-from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class CoTrainer:
     It changes no bit of the policy: the drafter reads detached hidden states, and has gradient buffers and an optimizer
     of its own. Tensor, expert, context and pipeline parallelism are those of the policy.
 
-    drafting  the drafter's training on this rank; None before the last pipeline stage
+    drafting  the drafter's training on this rank; its `block` is the drafter, on the last pipeline stage
     engines   the engines that may generate, by URL, on rank 0; {} on the others
     rule      what the engines are told about drafts, on rank 0
     """
@@ -108,25 +106,17 @@ class CoTrainer:
         _check_policy(model, hf_config)
         objective = objective_of(settings, sampling, candidate_steps, verifier)
         self._table = shards.family(hf_config)
-        self._drafter = "mtp"  # in what a resumed drafter must equal the saved one
-        if DRAFTER in hf_config:
-            self._drafter = eagle3_identity(hf_config, words(tensors, hf_config))
         self._predicted: Prediction | None = None
-        self._embedding: Tensor | None = None
-        self.drafting: DrafterBeside | None = None
-        if ps.is_pipeline_last_stage():
-            self.drafting = DrafterBeside(
-                model,
-                settings,
-                objective,
-                hf_config,
-                tensors,
-                temperature=sampling.temperature,
-                clip_grad=clip_grad,
-            )
-            self.drafting.thaw()
-        elif DRAFTER in hf_config:
-            Taps(model, taps_of(hf_config))  # which travel to the last stage
+        self.drafting = DrafterBeside(
+            model,
+            settings,
+            objective,
+            hf_config,
+            tensors,
+            temperature=sampling.temperature,
+            clip_grad=clip_grad,
+        )
+        self.drafting.thaw()
         self.engines: dict[str, RolloutEngine] = {}
         if dist.get_rank() == 0:
             self.engines = {url: SGLangEngine(url) for url in engines}
@@ -162,11 +152,7 @@ class CoTrainer:
         Its hidden states are `[t, 1, H]`, packed as `Sequences.starts` says, or `[s, b, H]`, where sequence i of the
         micro-batch begins at position `i * s`.
         """
-        self._embedding = embedding_for_drafter(self._model, self._embedding)
         drafting = self.drafting
-        if drafting is None:
-            return
-        drafting.embedding = self._embedding
         depth = drafting.settings.depth
         counts = [0.0] * depth
         for sequences in micro_batches:
@@ -186,15 +172,13 @@ class CoTrainer:
 
         Raises RuntimeError if fewer forward passes came than micro-batches.
         """
-        metrics: dict[str, float] = {}
-        if self.drafting is not None:
-            missing = len(self.drafting.fields)
-            if missing:
-                raise RuntimeError(
-                    f"{missing} micro-batches of begin_step had no forward pass in training mode; expected one each"
-                )
-            metrics = self.drafting.end_step()
-            self._predicted = self.drafting.predicted
+        missing = len(self.drafting.fields)
+        if missing:
+            raise RuntimeError(
+                f"{missing} micro-batches of begin_step had no forward pass in training mode; expected one each"
+            )
+        metrics = self.drafting.end_step()
+        self._predicted = self.drafting.predicted
         if ps.get_pipeline_model_parallel_world_size() > 1:
             told: list[Any] = [metrics, self._predicted]
             last = ps.get_pipeline_model_parallel_last_rank()
@@ -238,7 +222,7 @@ class CoTrainer:
         return metrics | report.metrics()
 
     def _export(self, scope: Scope) -> Iterator[tuple[str, Tensor]]:
-        block = None if self.drafting is None else self.drafting.block
+        block = self.drafting.block
         return shards.export(self._table, self._model, block, self._model.config, scope, live=True)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
@@ -248,25 +232,21 @@ class CoTrainer:
 
         Raises SaveError on every rank if one cannot write.
         """
-        checkpoint.save(directory, self._learners(), self._layout(), generators=False)
+        checkpoint.save(directory, self.drafting.learners, self._layout(), generators=False)
         if dist.get_rank() == 0:
             files.write(directory / RULE, json.dumps(self.rule.learning.state()))
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Collective. Raises CheckpointError."""
-        checkpoint.load(directory, self._learners(), self._layout(), generators=False)
+        checkpoint.load(directory, self.drafting.learners, self._layout(), generators=False)
         if dist.get_rank() == 0:
             lost = self.rule.learning.restore(json.loads((directory / RULE).read_text()))
             if lost:
                 logger.warning("rlspec: %s", lost)
 
-    def _learners(self) -> dict[str, Learner]:
-        return {} if self.drafting is None else self.drafting.learners
-
     def _layout(self) -> dict[str, Any]:
         """Return the settings in which a resumed run must equal the saved one."""
-        return {
-            "drafter": self._drafter,
+        return self.drafting.layout() | {
             "tensor": ps.get_tensor_model_parallel_world_size(),
             "pipeline": ps.get_pipeline_model_parallel_world_size(),
             "expert": ps.get_expert_model_parallel_world_size(),
@@ -287,17 +267,6 @@ def _check_policy(model: GPTModel, hf_config: dict[str, Any]) -> None:
     if getattr(model, "mtp_process", False):
         raise ConfigError(
             "the model has MTP layers, so its optimizer trains them with the policy; expected mtp_num_layers=None"
-        )
-    config = model.config
-    if config.virtual_pipeline_model_parallel_size:
-        raise ConfigError(
-            f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size}: expected None"
-        )
-    stages = config.pipeline_model_parallel_size
-    if stages > 1 and DRAFTER in hf_config and not config.variable_seq_lengths:
-        raise ConfigError(
-            f"pipeline_model_parallel_size={stages}: stages send what an EAGLE-3 drafter reads beside the hidden "
-            "states, so they must tell each other shapes; expected variable_seq_lengths=True"
         )
     if DRAFTER not in hf_config and not hf_config.get("num_nextn_predict_layers"):
         raise ConfigError(

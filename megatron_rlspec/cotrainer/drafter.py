@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rlspec.config import ConfigError, DrafterConfig, OptimizerConfig
 from megatron_rlspec.conversion.drafter_files import words
@@ -43,7 +43,13 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
 )
 from megatron_rlspec.train.drafter_updates import EverySteps
-from megatron_rlspec.train.model import Taps, head_weight, taps_of
+from megatron_rlspec.train.model import (
+    Taps,
+    eagle3_identity,
+    embedding_for_drafter,
+    head_weight,
+    taps_of,
+)
 from megatron_rlspec.train.objectives import OutputLayer, Sums, means, sum_over_replicas
 from megatron_rlspec.train.optimizer import Learner
 
@@ -234,6 +240,9 @@ class DrafterTraining:
 class DrafterBeside(DrafterTraining):
     """A drafter that is no part of the policy's model: an MTP layer, or an EAGLE-3 drafter.
 
+    Every pipeline stage has one. Only that of the last stage has parameters, and trains them. The others send it what
+    it reads: the first one the embedding, and each the inputs of its layers that an EAGLE-3 drafter reads.
+
     hf_config   of the policy, with the EAGLE-3 drafter's under `DRAFTER`
     table       names of the tensors of both
     vocabulary  token ids that an EAGLE-3 drafter drafts from, `[S]`; None for an MTP layer
@@ -250,7 +259,8 @@ class DrafterBeside(DrafterTraining):
         temperature: float,
         clip_grad: float,
     ) -> None:
-        """`tensors` hold at least those that the drafter begins with. This is the last pipeline stage."""
+        """`tensors` hold at least those that the drafter begins with. Raises ConfigError for such stages."""
+        _check_stages(model, DRAFTER in hf_config)
         self.hf_config = hf_config
         self.table = shards.family(hf_config)
         self.vocabulary: Tensor | None = None
@@ -262,9 +272,25 @@ class DrafterBeside(DrafterTraining):
         super().__init__(model, settings, objective, temperature=temperature, clip_grad=clip_grad)
 
     def thaw(self) -> None:
+        if not self.model.post_process:
+            self.block = nn.Module()  # type: ignore[assignment]
+            self.ready = True
+            return
         super().thaw()
         self.load(self._begins_with)
         self.drafter_step.words = self.vocabulary
+
+    def layout(self) -> dict[str, Any]:
+        if self.vocabulary is None:
+            return {"drafter": "mtp"}
+        return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
+
+    def begin_step(self, counts: Sequence[float]) -> None:
+        self.embedding = embedding_for_drafter(self.model, self.embedding)
+        if self.model.post_process:
+            super().begin_step(counts)
+        else:
+            self.due = False
 
     def build(self) -> Drafter:
         config = replace(self.model.config, calculate_per_token_loss=True)
@@ -275,7 +301,7 @@ class DrafterBeside(DrafterTraining):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the drafter's weights from full tensors under Hugging Face names. Raises CheckpointError."""
-        shards.load(self.table, [self.block], self.block.config, tensors)
+        shards.load(self.table, [self.block], self.model.config, tensors)
         if self.learner is not None:
             self.learner.optimizer.reload_model_params()
 
@@ -305,3 +331,18 @@ class DrafterBeside(DrafterTraining):
         if self._layer_inputs is None:
             return super().inputs(hidden)
         return self._layer_inputs()
+
+
+def _check_stages(model: GPTModel, eagle3: bool) -> None:
+    """Raise ConfigError for pipeline stages on which no drafter can be trained."""
+    config = model.config
+    if config.virtual_pipeline_model_parallel_size:
+        raise ConfigError(
+            f"virtual_pipeline_model_parallel_size={config.virtual_pipeline_model_parallel_size}: expected None"
+        )
+    stages = config.pipeline_model_parallel_size
+    if stages > 1 and eagle3 and not config.variable_seq_lengths:
+        raise ConfigError(
+            f"pipeline_model_parallel_size={stages}: stages send what an EAGLE-3 drafter reads beside the hidden "
+            "states, so they must tell each other shapes; expected variable_seq_lengths=True"
+        )

@@ -121,12 +121,24 @@ def export(
 def whole(
     table: NameTable, shards: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors under Hugging Face names on `device`, on every rank; collective over tensor-parallel ranks.
+    """Yield full tensors under Hugging Face names on `device`, on every rank. Collective over each replica's ranks.
 
-    `shards`: by canonical name, on any device, of a module without experts that is whole on this pipeline stage.
+    `shards`: by canonical name, on any device, of a module without experts that the last pipeline stage has; on the
+    others empty.
     """
-    for name, shard in shards.items():
-        parts = _gather(shard.detach().to(device), ps.get_tensor_model_parallel_group())
+    pipeline = ps.get_pipeline_model_parallel_group()
+    last = ps.get_pipeline_model_parallel_last_rank()
+    described: list[Any] = [[(name, x.shape, x.dtype) for name, x in shards.items()]]
+    if pipeline.size() > 1:
+        dist.broadcast_object_list(described, src=last, group=pipeline)
+    for name, shape, dtype in described[0]:
+        if name in shards:
+            shard = shards[name].detach().to(device).contiguous()
+        else:
+            shard = torch.empty(shape, dtype=dtype, device=device)
+        if pipeline.size() > 1:
+            dist.broadcast(shard, src=last, group=pipeline)
+        parts = _gather(shard, ps.get_tensor_model_parallel_group())
         for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
             yield hf, tensor.contiguous()
 

@@ -18,6 +18,8 @@ def own_parameters():
 
 def step(folder, cp, *extra):
     """Train two steps. The drafter's gradients are not part of the policy's."""
+    from megatron_rlspec.integrations.slime import hooks as slime_hooks
+
     args, *built = slime_ranks.prepare(folder, int(cp), " ".join(extra), drafter=False)
     before = own_parameters()
     steps = [slime_ranks.train_step(args, *built) for _ in range(2)]
@@ -26,6 +28,7 @@ def step(folder, cp, *extra):
         "steps": steps,
         "before": before,
         "drafter": own_parameters(),
+        "sent": dict(slime_hooks._drafter.tensors()),
     }
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
 

@@ -19,6 +19,7 @@ from megatron.core import parallel_state as ps
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
+from megatron_rlspec.models.names import LAYER, later
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.push import PushError
 from megatron_rlspec.train import layer_specs
@@ -27,7 +28,7 @@ HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
 LAYERS = 2
 # Megatron saves moments of several stages beside an MTP layer only with norms of 64 (docs/slime-reference.md).
-HIDDEN = 64 if "--pipeline-model-parallel-size" in sys.argv else 32
+HIDDEN = 64 if "--pipeline-model-parallel-size" in sys.argv and sys.argv[1].startswith("frozen") else 32
 HEADS = 4
 GROUPS = 2
 VOCABULARY = 64
@@ -125,7 +126,7 @@ def seeded(model, optimizer, *_, **__):
 def fill(named_parameters):
     with torch.no_grad():
         for name, parameter in named_parameters:
-            name = of_all_experts(plain(name))
+            name = of_all_ranks(plain(name))
             split = ps.get_tensor_model_parallel_rank() if getattr(parameter, "tensor_model_parallel", False) else 0
             generator = torch.Generator().manual_seed(sum(name.encode()) * 7919 + parameter.numel() + split)
             noise = torch.randn(parameter.shape, generator=generator) * 0.08
@@ -134,8 +135,13 @@ def fill(named_parameters):
                 parameter[WORDS:] = 0
 
 
-def of_all_experts(name):
-    """A parameter's name with its expert's number among those of all ranks; slices of tensor-parallel ranks differ."""
+def of_all_ranks(name):
+    """A parameter's name with the numbers that its layer and expert have among those of all ranks.
+
+    Slices of tensor-parallel ranks differ.
+    """
+    before = LAYERS // ps.get_pipeline_model_parallel_world_size() * ps.get_pipeline_model_parallel_rank()
+    name = later(LAYER, name, before)
     if ".local_experts." not in name:
         return name
     parts = name.split(".")
@@ -210,7 +216,7 @@ def train_step(args, model, optimizer, scheduler):
 
 
 def parameters(model):
-    return {of_all_experts(plain(n)): p.detach().clone() for n, p in model[0].named_parameters()}
+    return {of_all_ranks(plain(n)): p.detach().clone() for n, p in model[0].named_parameters()}
 
 
 def plain(name):
@@ -244,7 +250,7 @@ def capture(model, optimizer):
         def wrapped(*args, **kwargs):
             for name, parameter in model[0].named_parameters():
                 if getattr(parameter, "main_grad", None) is not None and (".mtp." in name) == bool(prefix):
-                    seen[of_all_experts(plain(name))] = parameter.main_grad.detach().clone()
+                    seen[of_all_ranks(plain(name))] = parameter.main_grad.detach().clone()
             return step(*args, **kwargs)
 
         return wrapped

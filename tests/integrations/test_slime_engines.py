@@ -13,6 +13,7 @@ import tiny_mimo
 import torch
 from small_eagle3 import SHAPE, write_drafter
 from test_slime import HERE, PYTHON, environment, pytestmark, run  # noqa: F401
+from test_slime_eagle3 import STAGES
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host.ports import ENGINES, free_port
@@ -82,10 +83,15 @@ def test_slimes_update_is_checked_and_a_stale_drafter_is_reported(engine, way):
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("way", ["tensor", "distributed"])
-def test_an_eagle3_drafter_is_pushed_beside_slimes_model_and_checked(eagle3, way):
+def test_an_eagle3_drafter_is_pushed_beside_slimes_model_and_checked(eagle3, way, stages):
     engine, options = eagle3
-    check(run("pushed", 2, way, engine.url.rpartition(":")[2], *options))
+    given = (way, engine.url.rpartition(":")[2], *options)
+    if stages == 1:
+        check(run("pushed", 2, *given))
+    else:
+        check(run("pushed", 1, *given, *STAGES, replicas=2))
 
 
 def check(pushes):

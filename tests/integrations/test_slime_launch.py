@@ -58,7 +58,7 @@ def test_the_users_own_hooks_are_kept_and_called():
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
         ("--sglang-speculative-algorithm EAGLE3", {}, "for a drafter of its own give --drafter.kind eagle3"),
-        ("--pipeline-model-parallel-size 2", EAGLE3, "hidden states of several layers, which must be on one rank"),
+        ("--num-layers-per-virtual-pipeline-stage 1", EAGLE3, "virtual pipeline stages are not supported"),
         ("--update-weight-mode delta", EAGLE3, "in full updates only"),
         ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),
         (

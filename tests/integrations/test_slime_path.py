@@ -234,9 +234,10 @@ def test_training_predicts_the_acceptance_of_coupled_drafts(run):
     assert all("predict/next_tokens_k3" in logged["rollout", row["rollout"]] for row in rollouts[1:])
 
 
-def test_an_eagle3_drafter_learns_is_pushed_and_saved(run):
+@pytest.mark.parametrize("layout", [(), ("--pipeline-model-parallel-size=2",)], ids=["replicas", "stages"])
+def test_an_eagle3_drafter_learns_is_pushed_and_saved(run, layout):
     """Its tensors are in each full update through the disk, beside those of slime's model."""
-    folder, rollouts, logged = run("--kind=eagle3", "--rollouts=3")
+    folder, rollouts, logged = run("--kind=eagle3", "--rollouts=3", *layout)
     assert [row["rollout"] for row in rollouts] == [0, 1, 2]
     for row in rollouts:
         _, tensors = exported(folder, row["rollout"] + 1)

@@ -80,8 +80,7 @@ class SlimeMTP(DrafterTraining):
             clip_grad=args.clip_grad,  # which clips the policy's norm by itself
         )
         self._zero_first_embedding = zero_first_embedding
-        for parameter in model.mtp.parameters():
-            parameter.requires_grad_(False)
+        model.mtp.requires_grad_(False)
         routing.leave_out(model.mtp)
 
     def build(self) -> Drafter:
@@ -129,13 +128,11 @@ class SlimeMTP(DrafterTraining):
 
     @contextmanager
     def trainable(self) -> Iterator[None]:
-        for parameter in self.model.mtp.parameters():
-            parameter.requires_grad_(True)
+        self.model.mtp.requires_grad_(True)
         try:
             yield
         finally:
-            for parameter in self.model.mtp.parameters():
-                parameter.requires_grad_(False)
+            self.model.mtp.requires_grad_(False)
 
 
 def transformer_layer(layer: Any) -> Any:

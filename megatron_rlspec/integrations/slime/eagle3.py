@@ -10,7 +10,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
@@ -24,11 +23,10 @@ from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import publish
 from megatron_rlspec.train import shards
-from megatron_rlspec.train.model import eagle3_identity
 
 
 class SlimeEagle3(DrafterBeside):
-    """The drafter of one rank. All layers of the policy must be on this pipeline stage."""
+    """The drafter of one rank."""
 
     def __init__(self, model: GPTModel, options: Options, args: Namespace) -> None:
         path = options.drafter.path
@@ -60,17 +58,13 @@ class SlimeEagle3(DrafterBeside):
         """Copy the weights to the host if pushes cannot read them on the device. Call it after every change."""
         if not self._pushes_from_host:
             return
-        parameters = shards.global_names(self.block, self.block.config)
+        parameters = shards.global_names(self.block, self.model.config)
         self._copies = {name: p.detach().cpu() for name, p in parameters.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors that a push sends, on every rank; collective over tensor-parallel ranks."""
-        parts = self._copies or shards.global_names(self.block, self.block.config)
+        """Yield the full tensors that a push sends, on every rank; collective."""
+        parts = self._copies or shards.global_names(self.block, self.model.config)
         return shards.whole(self.table, parts, next(self.model.parameters()).device)
-
-    def layout(self) -> dict[str, Any]:
-        assert self.vocabulary is not None
-        return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
 
     def write(self, folder: Path, main: bool) -> None:
         """Write `folder/hf_drafter` on the `main` rank, as `drafter.path` was; collective."""

@@ -92,8 +92,7 @@ def _zero_first_embedding(hf_checkpoint: str) -> bool:
 def _freeze_drafter(result: Any, *_: Any, **__: Any) -> Any:
     """Freeze the MTP layers again: `--only-train-params-name-list` thaws parameters by their names."""
     if isinstance(_drafter, SlimeMTP):
-        for parameter in _drafter.model.mtp.parameters():
-            parameter.requires_grad_(False)
+        _drafter.model.mtp.requires_grad_(False)
     return result
 
 

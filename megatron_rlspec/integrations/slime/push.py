@@ -48,8 +48,8 @@ def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
     distributed = UpdateWeightFromDistributed
     if eagle3 is not None:
         iterator.get_hf_weight_chunks = _with_chunk(iterator.get_hf_weight_chunks, eagle3)
-        distributed._iter_non_expert_chunks = _with_chunk_of_first_rank(
-            distributed._iter_non_expert_chunks, eagle3
+        distributed._iter_non_expert_chunks = _with_chunk(
+            distributed._iter_non_expert_chunks, eagle3, only_first=True
         )
     if args.update_weight_mode == "delta":
         from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import (
@@ -198,24 +198,19 @@ def _noting_chunks(chunks: Callable, single: bool = False) -> Callable:
     return wrapped
 
 
-def _with_chunk(chunks: Callable, eagle3: Tensors) -> Callable:
-    """Return `chunks`, with one more in a push; what slime exports otherwise holds its own model only."""
+def _with_chunk(chunks: Callable, eagle3: Tensors, only_first: bool = False) -> Callable:
+    """Return `chunks`, with one more in a push; what slime exports otherwise holds its own model only.
+
+    `only_first`: rank 0 alone sends it, and the others take part.
+    """
 
     @functools.wraps(chunks)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         yield from chunks(*args, **kwargs)
-        if _sent is not None:
-            yield list(eagle3())
-
-    return wrapped
-
-
-def _with_chunk_of_first_rank(chunks: Callable, eagle3: Tensors) -> Callable:
-    @functools.wraps(chunks)
-    def wrapped(updater: Any) -> Any:
-        yield from chunks(updater)
+        if _sent is None:
+            return
         tensors = list(eagle3())
-        if updater._is_pp_src_rank:
+        if not only_first or dist.get_rank() == 0:
             yield tensors
 
     return wrapped

@@ -107,12 +107,6 @@ def _refuse_beside_eagle3(given: Flags, drafter: DrafterConfig) -> None:
         raise ConfigError(
             f"--mtp-num-layers {layers}: --drafter.kind eagle3 trains no MTP layer; remove the flag"
         )
-    stages = whole_number(given.get("--pipeline-model-parallel-size")) or 1
-    if stages > 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {stages}: expected 1: --drafter.kind eagle3 reads hidden states of "
-            "several layers, which must be on one rank"
-        )
     if given.get("--update-weight-mode") == "delta":
         raise ConfigError(
             "--update-weight-mode delta: an EAGLE-3 drafter is pushed in full updates only; expected full"
