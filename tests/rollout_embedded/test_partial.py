@@ -11,12 +11,16 @@ import torch
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.speculation.acceptance import pooled
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Partial, Request, Sampling, SpecConfig
 from megatron_rlspec.wire import decode, encode
 
 PROMPTS = [[3], [5, 9, 2], [7, 7, 1, 4, 9, 11], [13, 2] * 9]
 LONG = Sampling(max_new_tokens=60, ignore_eos=True)
 FREE = Sampling(max_new_tokens=60)
+# At these costs some drafts are worth it.
+RAGGED = {"candidates": [[3, 1, 4], [5, 1, 6]], "roofline": Roofline.of_layers(12, 8.0).to_json(), "ragged": True}
+RAGGED |= {"learn": False}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +29,12 @@ def model():
 
 
 def engine_of(model, spec, **options):
-    return oracle.engine_of(*model, spec, dtype=torch.float64, **options)
+    if spec != "ragged":
+        return oracle.engine_of(*model, spec, dtype=torch.float64, **options)
+    engine = oracle.engine_of(*model, dtype=torch.float64, **options)
+    engine.set_spec_rule(RAGGED)
+    engine.generate(oracle.requests(PROMPTS, seed=9, group=4), LONG)  # it learns which drafts are worth it
+    return engine
 
 
 def begun(engine, requests, sampling, after):
@@ -44,11 +53,20 @@ def begun(engine, requests, sampling, after):
 
 
 @pytest.mark.parametrize(
-    "specs", [(SpecConfig(3), SpecConfig(2, 2)), (OFF, SpecConfig(3)), (SpecConfig(3), OFF)], ids=str
+    "specs",
+    [
+        (SpecConfig(3), SpecConfig(2, 2)),
+        (OFF, SpecConfig(3)),
+        (SpecConfig(3), OFF),
+        ("ragged", "ragged"),
+        ("ragged", OFF),
+        (OFF, "ragged"),
+    ],
+    ids=str,
 )
 def test_the_whole_sample_is_that_of_an_undisturbed_run(model, specs):
     wanted = oracle.requests(PROMPTS, group=2)
-    whole = engine_of(model, specs[0]).generate(wanted, LONG)
+    whole = engine_of(model, OFF).generate(wanted, LONG)
     first, second = (engine_of(model, spec) for spec in specs)
     _, other = oracle.tiny(seed=5)
     second.update_weights(4, other.items())
@@ -58,7 +76,11 @@ def test_the_whole_sample_is_that_of_an_undisturbed_run(model, specs):
     partials = decode(encode(partials), list[Request])
     second.stats()
     done = second.generate(partials, LONG)
-    rounds = pooled(stats.accepted for stats in second.stats()).sum()
+    ran = second.stats()
+    rounds = pooled(stats.accepted for stats in ran).sum()
+    if specs[1] == "ragged":
+        drafts = sum(sum(stats.accepted) * stats.config.num_steps for stats in ran)
+        assert 0.1 < sum(stats.verified for stats in ran) / drafts < 0.9
     for sample, old, reference in zip(done, cut, whole, strict=True):
         middle = len(old.response)
         assert sample.tokens.tolist() == reference.tokens.tolist() and sample.status == "truncated"

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from short_run import costs_of_tokens
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import read_hf
@@ -23,6 +24,10 @@ ROWS = 8
 
 
 def config_of(start, run_dir, **changed):
+    spec = {"mode": "fixed"}
+    if changed.pop("chosen_drafts", False):
+        costs = costs_of_tokens(run_dir / "costs.json", 16.0)
+        spec = {"ragged": True, "learn_costs": False, "candidate_steps": (1, 3), "cost_table": str(costs)}
     rollout = {"engine": "embedded", "partial": 1, "prompts_per_step": WANTED}
     rollout |= {"samples_per_prompt": SAMPLES, "max_new_tokens": 48, "max_total_tokens": 8192}
     return Config.model_validate(
@@ -30,7 +35,7 @@ def config_of(start, run_dir, **changed):
             "model": {"path": str(start / "model"), "dtype": "float32", "max_length": 256},
             "data": {"path": str(start / "task/rl.jsonl")},
             "train": {"run_dir": str(run_dir), "steps": STEPS},
-            "spec": {"mode": "fixed"},
+            "spec": spec,
             "reward": {"kind": "exact"},
             "algorithm": {"dynamic_sampling": changed.pop("dynamic_sampling", False)},
             "rollout": rollout | changed,
@@ -65,6 +70,7 @@ class Run:
     [
         {},
         {"max_running_requests": 9},
+        {"chosen_drafts": True},
         *(pytest.param(c, marks=pytest.mark.slow) for c in ({"partial": 3}, {"dynamic_sampling": True})),
     ],
     ids=str,
@@ -92,15 +98,23 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     for number, groups in enumerate(steps):
         oldest = min(s.policy_versions[0][0] for g in groups for s in g.samples)
         assert number + 1 - config.rollout.partial <= oldest <= number + 1
-    again = [Request(s.request_id, s.prompt, seed_of(config, s)) for s in trained]
-    alone = run.engine.generate(again, run.rollouts.generation.sampling)
-    assert [s.tokens.tolist() for s in trained] == [s.tokens.tolist() for s in alone]
+    if "chosen_drafts" in changed:
+        rounds = run.engine.stats()
+        drafts = sum(sum(stats.accepted) * stats.config.num_steps for stats in rounds)
+        assert 0.05 < sum(stats.verified for stats in rounds) / drafts < 0.95
+    check_texts(run, config, trained)
     run.rollouts.close()
     if "dynamic_sampling" in changed:  # the moment at which a reward is known decides when a batch is full
         assert all(len({s.reward for s in group.samples}) > 1 for groups in steps for group in groups)
         return
     state, drawn = checkpoints.read_state(checkpoints.path(2))
     resumed = Run(config, tmp_path, state, drawn, order)
+    if "chosen_drafts" in changed:  # what is accepted decides which samples a step ends with
+        later = [sample for step in range(2, STEPS) for group in resumed.step(step) for sample in group.samples]
+        assert any(s.policy_versions[0][0] == 2 < s.policy_versions[-1][0] for s in later)
+        check_texts(resumed, config, later)
+        resumed.rollouts.close()
+        return
     for step in range(2, STEPS):
         for group, before in zip(resumed.step(step), steps[step], strict=True):
             assert [s.request_id for s in group.samples] == [s.request_id for s in before.samples]
@@ -114,6 +128,14 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     ]
     assert any(tokens for group in left for _, tokens in group) and resumed.rollouts.newest.counts["over_drawn"] > 0
     resumed.rollouts.close()
+
+
+def check_texts(run, config, samples):
+    """Compare with texts that plain decoding draws at once."""
+    again = [Request(s.request_id, s.prompt, seed_of(config, s)) for s in samples]
+    run.engine.hold("the texts without drafts")
+    alone = run.engine.generate(again, run.rollouts.generation.sampling)
+    assert [s.tokens.tolist() for s in samples] == [s.tokens.tolist() for s in alone]
 
 
 def seed_of(config, sample):

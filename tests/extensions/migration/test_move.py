@@ -11,12 +11,16 @@ import torch
 
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.move import Arrivals, KVMessage, TransferEndpoint
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
 
 torch.set_num_threads(1)
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
 LONG = Sampling(max_new_tokens=40, ignore_eos=True)
 BY_BATCH = SpecSchedule((1, 3, 6), (0,), ((SpecConfig(3),), (SpecConfig(2, 2, 4),), (SpecConfig(1),)))
+# At these costs some drafts are worth it. Whether three or five are made changes from round to round.
+RAGGED = {"candidates": [[3, 1, 4], [5, 1, 6]], "roofline": Roofline.of_layers(12, 8.0).to_json(), "ragged": True}
+RAGGED |= {"learn": False}
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +28,14 @@ def model():
     return oracle.tiny(drafter="close", sharpness=2.0)
 
 
-def engine_of(model, spec=None, schedule=BY_BATCH, **options):
+def engine_of(model, spec=None, schedule=BY_BATCH, rule=None, **options):
     options = {"max_total_tokens": 1024, "max_length": 128, "version": 1} | options
     engine = oracle.engine_of(*model, OFF, MigratableEmbeddedEngine, dtype=torch.float64, **options)
     engine.set_schedule(SpecSchedule.fixed(spec) if spec else schedule)
+    if rule is not None:
+        engine.set_spec_rule(rule)
+        engine.generate(oracle.requests(PROMPTS, seed=9, group=4), LONG)  # it learns which drafts are worth it
+        engine.stats()
     return engine
 
 
@@ -129,11 +137,11 @@ def check_samples(found, wanted, versions=None) -> None:
         assert len(sample.response) - delivered >= 1, "the first round's tokens are left out"
 
 
-def random_moves(model, seed: int, moves: int, **options) -> Fleet:
+def random_moves(model, seed: int, moves: int, how="kv", rule=None, **options) -> Fleet:
     """Draw with three engines, and disturb them at random until all samples have ended."""
     rng = np.random.default_rng(seed)
     requests = oracle.requests(PROMPTS, group=4)
-    fleet = Fleet(model, 3, requests, **options)
+    fleet = Fleet(model, 3, requests, rule=rule, **options)
     version = 1
     for _ in range(3):
         fleet.step()
@@ -170,7 +178,9 @@ def random_moves(model, seed: int, moves: int, **options) -> Fleet:
         elif rng.random() < 0.1:  # drafting stops and starts again
             spec = [OFF, SpecConfig(3), SpecConfig(2, 2), None][int(rng.integers(4))]
             fleet.engines[source].set_schedule(SpecSchedule.fixed(spec) if spec else BY_BATCH)
-        fleet.move(source, target, ids, between)
+            if rule is not None and spec is None:
+                fleet.engines[source].set_spec_rule(rule)
+        fleet.move(source, target, ids, between, how)
     return fleet
 
 
@@ -184,6 +194,23 @@ def test_texts_survive_random_moves(model):
         counts = {name: counts.get(name, 0) + count for name, count in fleet.moves.items()}
     assert counts.pop("recompute") == 0
     assert sum(counts.values()) >= 100 and min(counts.values()) > 1, counts
+
+
+@pytest.mark.lossless
+@pytest.mark.parametrize("how", ["kv", "recompute"])
+def test_texts_survive_random_moves_where_drafts_are_chosen(model, how):
+    """A round verifies the drafts of its requests that are worth it, and all drafts of those that have just come."""
+    requests = oracle.requests(PROMPTS, group=4)
+    wanted = undisturbed(model, requests, spec=OFF)
+    moved = drafted = verified = 0
+    for seed in range(4):
+        fleet = random_moves(model, seed, 30, how, RAGGED)
+        check_samples(fleet.finish(), wanted)
+        moved += fleet.moves[how]
+        for stats in [stats for engine in fleet.engines for stats in engine.stats() if stats.if_all]:
+            drafted += sum(stats.accepted) * stats.config.num_steps
+            verified += stats.verified
+    assert moved > 40 and 0.1 < verified / drafted < 0.9, (moved, verified, drafted)
 
 
 def leaning_model():
