@@ -43,6 +43,34 @@ def test_logprobs_are_the_naive_decoders(model):
         assert sample.loss_mask.tolist() == [0] * sample.prompt_len + [1] * len(sample.response)
 
 
+@pytest.mark.parametrize("drafter", [True, False])
+def test_a_prompt_of_one_token_has_a_round_of_its_own_only_where_others_draft(model, drafter):
+    """Its drafter lacks the hidden state of the token before. Plain rounds run all samples in one pass."""
+    config, tensors = model
+    if not drafter:
+        config = config | {"num_nextn_predict_layers": 0}
+        tensors = {name: tensor for name, tensor in tensors.items() if "mtp_layers" not in name}
+    engine = oracle.engine_of(config, tensors, OFF)
+    batches = []
+    run = engine.rounds.round
+
+    def counted(rows, *arguments):
+        batches.append(len(rows))
+        return run(rows, *arguments)
+
+    engine.rounds.round = counted
+    two = Sampling(max_new_tokens=2, ignore_eos=True)
+    asked = oracle.requests([[5], [11, 2], [30]])
+    expected = texts(engine.generate(asked, two))
+    assert batches == [3, 3]
+    if drafter:
+        engine.set_schedule(SpecSchedule.fixed(SpecConfig(1)))
+        assert texts(engine.generate(asked, two)) == expected and batches[2:4] == [2, 1]
+        engine.hold("plain rounds")
+        engine.generate(asked, two)
+        assert batches[-2:] == [3, 3]
+
+
 def test_held_engine_does_not_speculate_and_keeps_what_is_set_during_the_hold(model):
     engine = oracle.engine_of(*model, SpecConfig(3))
     asked = oracle.requests([p for p in PROMPTS if len(p) > 1])

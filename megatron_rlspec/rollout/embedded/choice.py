@@ -11,6 +11,8 @@ from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule, Verifier
 
+PLAIN = SpecSchedule.fixed(OFF)
+
 
 class ConfigChoice:
     """See `RolloutEngine.set_schedule`, `set_spec_rule`, `hold` and `release`.
@@ -31,14 +33,14 @@ class ConfigChoice:
         self.candidates = tuple(candidates)
         self.max_draft_tokens = max_draft_tokens
         self.held = ""  # why speculation is held off
-        self.chosen: SpecSchedule | SpecRule = SpecSchedule.fixed(OFF)  # also while it is held off
+        self.chosen: SpecSchedule | SpecRule = PLAIN  # also while it is held off
         # the last rule set; a schedule may have replaced it since
         self.rule: SpecRule | None = None
 
     @property
     def present(self) -> SpecSchedule | SpecRule:
         """Return the schedule or rule of the next round."""
-        return SpecSchedule.fixed(OFF) if self.held else self.chosen
+        return PLAIN if self.held else self.chosen
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self.check(config for row in schedule.configs for config in row)

@@ -23,7 +23,7 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.rollout.embedded.cache import Cache
-from megatron_rlspec.rollout.embedded.choice import ConfigChoice
+from megatron_rlspec.rollout.embedded.choice import PLAIN, ConfigChoice
 from megatron_rlspec.rollout.embedded.draft import Drafted
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
@@ -124,7 +124,7 @@ class EmbeddedEngine:
         self._lock = threading.RLock()
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
         self._doubtful = set(self.model.tensors)  # tensors that no update has delivered completely
-        self.set_schedule(schedule or SpecSchedule.fixed(OFF))
+        self.set_schedule(schedule or PLAIN)
         self.update_weights(version, tensors)
 
     @property
@@ -317,7 +317,9 @@ class EmbeddedEngine:
             self.scheduler.admit()
             self.rounds.prefill([run.row for run in self.running])
             ready = [run for run in self.running if self.rounds.ready(run.row)]
-            alone = [run for run in ready if not self.rounds.can_draft(run.row)]
+            alone: list[ActiveRequest] = []
+            if self.choice.present != PLAIN:
+                alone = [run for run in ready if not self.rounds.can_draft(run.row)]
             self._round(alone, drafts=False)
             self._round([run for run in ready if run.row >= 0 and run not in alone])
         self._broken = ""
@@ -361,13 +363,10 @@ class EmbeddedEngine:
         verified = committed.verified
         if_all: Sequence[float] = ()
         if rule is not None:
-            histogram = rule.observe(config, accepted, verified, self.rounds.logq)
-            if self.rounds.selection is not None:
-                if_all = histogram
+            if_all = rule.observe(config, accepted, verified, self.rounds.logq)
             if rule.learns and timed:
                 ms = self.model.comm.mean(took, self.model.device)
-                drafts = float(verified.mean()) if self.rounds.selection else None
-                rule.timed(config, len(rows), context, ms, drafts=drafts)
+                rule.timed(config, len(rows), context, ms, drafts=float(verified.mean()))
         self._append(runs, committed)
         ms = (time.perf_counter() - began) * 1e3
         counts = histogram_of(config.num_steps, accepted)

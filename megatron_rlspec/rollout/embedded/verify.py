@@ -92,12 +92,11 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
 
 def support(logp: Tensor, settings: Settings) -> Tensor:
     """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
-    out = filtered(logp, settings).softmax(-1)
+    probs = filtered(logp, settings).softmax(-1)
+    likeliest = logp.argmax(-1, keepdim=True)
+    one_hot = torch.zeros_like(probs).scatter_(1, likeliest, 1.0)
     greedy = settings.temperature == 0
-    if greedy.any():
-        best = logp[greedy].argmax(-1, keepdim=True)
-        out[greedy] = torch.zeros_like(logp[greedy]).scatter_(1, best, 1.0)
-    return out
+    return torch.where(greedy[:, None], one_hot, probs)
 
 
 def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Tensor:
@@ -163,10 +162,8 @@ def reject(
     # Where p = q up to rounding, the residual has nothing to sample from.
     ok |= residual[:, :k].sum(2) == 0
     accepted = ok.long().cumprod(1).sum(1)
-    first = (
-        rows,
-        accepted,
-    )  # of each row, the first draft that is not accepted, or the token after all
+    # of each row, the first draft that is not accepted, or the token after all
+    first = (rows, accepted)
     commit = F.pad(drafts, (0, 1), value=-1)
     behind = torch.arange(k + 1, device=drafts.device) > accepted[:, None]
     commit[behind] = -1

@@ -436,7 +436,7 @@ def _slots(
     except CostTableError as error:
         raise ServeError(f"--cost-table {options.cost_table}: {error}") from None
     if options.ragged:  # many drafts can pay at any batch if few of them are verified
-        most = dict.fromkeys(chains(steps), most_batch)
+        most = dict.fromkeys(most, most_batch)
     if options.spec == "fixed":
         fixed = SpecConfig(options.num_steps) if options.num_steps else OFF
         most[fixed] = most_batch
