@@ -39,7 +39,7 @@ class Batched:
 
     @classmethod
     def of(cls, bounds: Sequence[int], groups: int, device: torch.device) -> Batched:
-        """Make the batches of the sequences between `bounds`."""
+        """Make the batches of the sequences between `bounds`, of which one has tokens, if only padding (`pack`)."""
         sequences = [(start, end - start) for start, end in itertools.pairwise(bounds)]
         batches: list[list[tuple[int, int]]] = []
         for sequence in sorted(sequences, key=lambda start_and_length: -start_and_length[1]):

@@ -138,20 +138,18 @@ def _blocked(
     pieces: Varlen,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    dtype = q.dtype
-    exact = torch.promote_types(dtype, torch.float32)
+    exact = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
-    q, k, v = (x.to(exact) for x in (q, k, v))
     q = _by_group(q, k)
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[:-1])
+    lse = q.new_empty(q.shape[:-1], dtype=exact)
     for rows, keys in _blocks(pieces, heads):
-        scores = _scores(q[rows], k[keys], scale)
+        scores = _scores(q[rows].to(exact), k[keys].to(exact), scale)
         lse_b = scores.logsumexp(-1)
         p = scores.sub_(lse_b[..., None]).exp_()
-        out[rows] = torch.einsum("grij,jgd->igrd", p, v[keys])
+        out[rows] = torch.einsum("grij,jgd->igrd", p, v[keys].to(exact))
         lse[rows] = lse_b.permute(2, 0, 1)
-    return out.flatten(1, 2).to(dtype), lse.flatten(1, 2)
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
 def _blocked_backward(
@@ -164,23 +162,24 @@ def _blocked_backward(
     pieces: Varlen,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = q.dtype
+    exact = lse.dtype
     heads = q.shape[1]
-    grad, q, k, v, out = (x.to(lse.dtype) for x in (grad, q, k, v, out))
-    delta = (grad * out).sum(-1)
-    grad, q, lse, delta = (_by_group(x, k) for x in (grad, q, lse, delta))
+    grad, q, out, lse = (_by_group(x, k) for x in (grad, q, out, lse))
     dq = torch.empty_like(q)
-    dk = torch.zeros_like(k)
-    dv = torch.zeros_like(v)
+    dk = torch.zeros_like(k, dtype=exact)
+    dv = torch.zeros_like(v, dtype=exact)
     for rows, keys in _blocks(pieces, heads):
-        scores = _scores(q[rows], k[keys], scale)
+        grad_b, q_b, out_b = (x[rows].to(exact) for x in (grad, q, out))
+        k_b = k[keys].to(exact)
+        delta = (grad_b * out_b).sum(-1)
+        scores = _scores(q_b, k_b, scale)
         p = scores.sub_(lse[rows].permute(1, 2, 0)[..., None]).exp_()
-        dv[keys] += torch.einsum("grij,igrd->jgd", p, grad[rows])
-        ds = torch.einsum("igrd,jgd->grij", grad[rows], v[keys])
-        ds.sub_(delta[rows].permute(1, 2, 0)[..., None]).mul_(p).mul_(scale)
-        dq[rows] = torch.einsum("grij,jgd->igrd", ds, k[keys])
-        dk[keys] += torch.einsum("grij,igrd->jgd", ds, q[rows])
-    return dq.flatten(1, 2).to(dtype), dk.to(dtype), dv.to(dtype)
+        dv[keys] += torch.einsum("grij,igrd->jgd", p, grad_b)
+        ds = torch.einsum("igrd,jgd->grij", grad_b, v[keys].to(exact))
+        ds.sub_(delta.permute(1, 2, 0)[..., None]).mul_(p).mul_(scale)
+        dq[rows] = torch.einsum("grij,jgd->igrd", ds, k_b)
+        dk[keys] += torch.einsum("grij,igrd->jgd", ds, q_b)
+    return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
