@@ -174,14 +174,13 @@ class Learning:
                 curves[i] = prediction.chosen(config.num_steps)
         even_ms = ragged_ms = 0.0
         for batch, context, ms in self._places:
-            even = [1 / min(times.ms(batch, context))]  # plain decoding costs least
-            best = list(even)
+            even = best = 1 / min(times.ms(batch, context))  # plain decoding costs least
             for i, (verified, accepted) in curves.items():
                 rates = (1 + accepted) / times.uneven(i, batch, context, verified)
-                even.append(float(rates[0]))
-                best.append(float(rates.max()))
+                even = max(even, float(rates[0]))
+                best = max(best, float(rates.max()))
             even_ms += ms
-            ragged_ms += ms * max(even) / max(best)
+            ragged_ms += ms * even / best
         return even_ms / ragged_ms - 1
 
     def observe(

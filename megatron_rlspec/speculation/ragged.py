@@ -19,6 +19,7 @@ Numpy and scipy only. Ranks that see the same drafts choose the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -74,9 +75,13 @@ class Selection:
         self._logq = LOWEST * (1 - (np.arange(CELLS) + 0.5) / CELLS) ** 4
         self.counts = np.zeros((2, BINS))
         self._prior = PRIOR * np.stack([np.ones(BINS), np.exp(self._centres)])
-        # cells of the latest chains; -1 behind their last draft
-        self._chains = np.full((LATEST, depth), -1)
+        # cells of the latest chains [depth, N]; -1 behind their last draft
+        self._chains = np.zeros((depth, 0), np.intp)
+        # their products, until more is learnt
+        self._products: np.ndarray | None = None
         self._seen = 0
+        # log q [B, k] of the newest round, and its cells [k, B]: numpy is faster along the longer axis
+        self._newest = (self._chains.T, self._chains)
         self._refit()
 
     def exploring(self) -> int:
@@ -89,8 +94,8 @@ class Selection:
 
     def lengths(self, logq: np.ndarray, threshold: float) -> np.ndarray:
         """Return how many drafts [B] of each request to verify, by log q [B, k]."""
-        products = np.cumprod(self.chances(logq), 1)
-        lengths: np.ndarray = (products >= threshold).sum(1)
+        products = _products(self.table.take(self._cells(logq)))
+        lengths: np.ndarray = (products >= threshold).sum(0)
         lengths[self.exploring() :: EXPLORE] = logq.shape[1]
         return lengths
 
@@ -103,22 +108,24 @@ class Selection:
         Returns how many requests accept 0, 1, ... drafts if all are verified, [steps + 1].
         """
         chosen, steps = logq.shape
-        cells = cells_of(logq)
-        depth = np.arange(steps)
-        right = depth < accepted[:, None]
-        seen = depth < np.minimum(verified, accepted + 1)[:chosen, None]
-        outcomes = (cells + CELLS * right[:chosen])[seen] // (CELLS // BINS)
+        cells = self._cells(logq)
+        depth = np.arange(steps)[:, None]
+        right = depth < accepted
+        seen = depth < np.minimum(verified, accepted + 1)[:chosen]
+        outcomes = (cells + CELLS * right[:, :chosen])[seen] // (CELLS // BINS)
         refused, found = np.bincount(outcomes, minlength=2 * BINS).reshape(2, BINS)
         self.counts[0] += refused + found
         self.counts[1] += found
-        rows = (self._seen + np.arange(chosen)) % LATEST
-        self._chains[rows] = -1
-        self._chains[rows, :steps] = cells
+        chains = np.full((len(self._chains), chosen), -1)
+        chains[:steps] = cells
+        self._chains = np.concatenate([chains, self._chains], 1)[:, :LATEST]
+        self._products = None
         self._seen += chosen
         chances = right.astype(float)
-        unseen = depth >= verified[:chosen, None]
-        np.copyto(chances[:chosen], self.table[cells], where=unseen)
-        reached = np.cumprod(chances, 1).sum(0)
+        unseen = depth >= verified[:chosen]
+        of_chosen = chances[:, :chosen]
+        of_chosen[:] = np.where(unseen, self.table.take(cells), of_chosen)
+        reached = _products(chances).sum(1)
         reaching = np.concatenate([[len(accepted)], reached, [0.0]])
         histogram: np.ndarray = reaching[:-1] - reaching[1:]
         return histogram
@@ -130,21 +137,23 @@ class Selection:
         """
         if self._seen < LEAST:
             return Plan(0.0, float(steps), 1.0)
-        self.counts *= min(1.0, WINDOW / max(self.counts[0].sum(), 1.0))
-        self._refit()
-        chances = self._latest(steps)
-        products = np.sort(np.cumprod(chances, 1), axis=None)[::-1]
+        if self._products is None:
+            self.counts *= min(1.0, WINDOW / max(self.counts[0].sum(), 1.0))
+            self._refit()
+            self._products = _products(self._latest())
+        chains = self._products.shape[1]
+        products = np.sort(self._products[:steps], axis=None)[::-1]
         sums = np.concatenate([[0.0], np.cumsum(products)])
-        tokens = 1 + sums / len(chances)
+        tokens = 1 + sums / chains
         # The largest products are verified: none, or one more of every few.
         counts = np.linspace(0, len(products), PLANS).astype(int)
-        rates = tokens[counts] / ms(counts / len(chances))
+        rates = tokens[counts] / ms(counts / chains)
         count = int(counts[rates.argmax()])
         threshold = 2.0
         if count:
             threshold = float(products[count - 1])
             count = int(np.searchsorted(-products, -threshold, "right"))
-        return Plan(threshold, count / len(chances), float(tokens[count] / tokens[-1]))
+        return Plan(threshold, count / chains, float(tokens[count] / tokens[-1]))
 
     def foresee(self, counts: np.ndarray) -> None:
         """Begin with the drafts `[2, BINS]` that the trainer predicts for these weights, as `counts` has them."""
@@ -163,22 +172,34 @@ class Selection:
         self.counts = counts_of(counts) * INHERITED
         self._refit()
 
-    def _latest(self, steps: int) -> np.ndarray:
-        """Return the chances of the latest chains, [N, steps]. Drafts that were not made are those of other chains."""
-        cells = self._chains[: min(self._seen, LATEST), :steps]
-        chances = np.asarray(self.table[cells])
-        for depth in range(steps):
-            missing = cells[:, depth] < 0
-            present = chances[~missing, depth]
+    def _cells(self, logq: np.ndarray) -> np.ndarray:
+        """Return the cells [k, B] of log q [B, k], for which `lengths` and `observe` ask one after the other."""
+        if logq is not self._newest[0]:
+            self._newest = (logq, cells_of(np.ascontiguousarray(logq.T)))
+        return self._newest[1]
+
+    def _latest(self) -> np.ndarray:
+        """Return the chances of the latest chains, [depth, N]. Drafts that were not made are those of other chains."""
+        chances: np.ndarray = self.table[self._chains]
+        for depth, missing in enumerate(self._chains < 0):
+            present = chances[depth, ~missing]
             if not len(present):
-                present = chances[:, depth - 1]
-            chances[missing, depth] = np.resize(present, missing.sum())
+                present = chances[depth - 1]
+            chances[depth, missing] = np.resize(present, missing.sum())
         return chances
 
     def _refit(self) -> None:
+        self._products = None
         drafts, accepted = self.counts + self._prior
         rates = isotonic_regression(accepted / drafts, weights=drafts).x
         self.table = np.interp(self._logq, self._centres, rates)
+
+
+def _products(chances: np.ndarray) -> np.ndarray:
+    """Multiply chances [k, B] along their chains, in place. `np.cumprod` takes longer for short chains."""
+    for above, here in itertools.pairwise(chances):
+        here *= above
+    return chances
 
 
 def counts_of(counts: Sequence[Sequence[float]]) -> np.ndarray:

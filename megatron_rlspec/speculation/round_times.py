@@ -95,14 +95,9 @@ class RoundTimes:
         """Return ms of rounds of a candidate that verify `drafts [n]` of a request on average, as `ms` does."""
         self.enter(batch)
         mean, _ = self.octaves[self._octave]
-        return math.exp(mean[1 + candidate]) * self._uneven(
-            self.candidates[candidate], batch, context_tokens, drafts
-        )
-
-    def _uneven(
-        self, config: SpecConfig, batch: int, context_tokens: float, drafts: np.ndarray
-    ) -> np.ndarray:
-        return self.cost.grid([config], np.array(batch), np.array(context_tokens), drafts)
+        place = np.array(batch), np.array(context_tokens)
+        cost = self.cost.grid([self.candidates[candidate]], *place, drafts)
+        return math.exp(mean[1 + candidate]) * cost
 
     def _uneven_cost(self, candidate: int, batch: int, context_tokens: int, drafts: float) -> float:
         """Return the cost of one round, from costs of eighths of a draft that stay until the next plan."""
@@ -111,8 +106,8 @@ class RoundTimes:
         key = candidate, batch, quarter
         if key not in self._curves:
             counts = np.arange(8 * config.num_steps + 2) / 8
-            context = _context_of(batch, quarter)
-            self._curves[key] = self._uneven(config, batch, context, counts).tolist()
+            at = np.array(batch), np.array(_context_of(batch, quarter))
+            self._curves[key] = self.cost.grid([config], *at, counts).tolist()
         place = min(int(8 * drafts), 8 * config.num_steps)
         low, high = self._curves[key][place : place + 2]
         return low + (8 * drafts - place) * (high - low)

@@ -192,19 +192,17 @@ class SpecRule:
         logq      log-probabilities of the drafts among which the round chose [C, k]; None: it verified all. Requests
                   behind the first C verified all
 
-        Returns how many requests accept 0, 1, ... drafts if all are verified.
+        Returns how many requests accept 0, 1, ... drafts if all are verified; () from a rule that is not ragged.
         """
         if config.num_steps == 0 or len(accepted) == 0:
-            return []
+            return ()
         histogram: Sequence[float]
         # A round can have been launched under the rule before.
-        chose = logq is not None and config in self.candidates
-        if self.selection is None or verified is None or not chose:
-            histogram = histogram_of(config.num_steps, accepted)
-        else:
-            assert logq is not None
-            seen = self.selection.observe(logq, np.array(verified), np.array(accepted))
+        if self.selection is not None and logq is not None and config in self.candidates:
+            seen = self.selection.observe(logq, np.asarray(verified), np.asarray(accepted))
             histogram = seen.tolist()
+        else:
+            histogram = histogram_of(config.num_steps, accepted)
         changed = self.trials.changed
         if changed > CHANGE:
             # Older observations say no more than this.
@@ -212,7 +210,7 @@ class SpecRule:
         rounds = max(self.trials.unseen, 1)
         self.acceptance.observe_histogram(config.num_steps, histogram, rounds)
         self.trials.unseen = 0
-        return histogram
+        return histogram if self.selection else ()
 
     def timed(
         self,
@@ -225,7 +223,7 @@ class SpecRule:
     ) -> None:
         """Learn the duration of a round without a prefill. All tensor-parallel ranks must pass the same.
 
-        drafts        that it verified of a request, on average; None: all
+        drafts        that it verified of a request, on average; None: all. Counts if the rule is ragged
         caught_up_ms  how long the drafter caught up in it; None: not measured. A round does not count if that is not
                       known, or is a large part of it
         """
@@ -237,7 +235,8 @@ class SpecRule:
             decoding = None
         elif caught_up_ms is not None:
             decoding = ms - caught_up_ms if caught_up_ms < MOST_CATCH_UP * ms else None
-        self.times.timed(config, batch, context_tokens, decoding, drafts)
+        chosen = drafts if self.selection else None
+        self.times.timed(config, batch, context_tokens, decoding, chosen)
 
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
         """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""

@@ -134,7 +134,7 @@ def test_the_first_rounds_of_an_engine_are_not_timed(monkeypatch):
     monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(clock))
     log = rounds.TimedRounds()
     for _ in durations:
-        log.observe(decisions.DecodeRound(SpecConfig(1), 40, None), [1, 0], [0, 1], 2, last=False)
+        log.observe(decisions.DecodeRound(SpecConfig(1), 40, None), [1, 0], 2, 2, last=False)
     [stats] = log.take()
     assert stats.rounds == 4 and stats.ms == pytest.approx(20)
     assert stats.accepted == (len(durations), len(durations))
@@ -158,7 +158,7 @@ def test_catching_up_is_time_of_the_round_that_it_precedes(overlap, monkeypatch)
         config, caught_up = launched.pop(0)
         clock.now += 0.004
         ran = decisions.DecodeRound(config, 40, None, caught_up)
-        return log.observe(ran, [0], [0], 1, last=False)
+        return log.observe(ran, [0], config.num_steps, 1, last=False)
 
     plan = [(OFF, 0.0)] * (rounds.WARM_UP + 3) + [(SpecConfig(3), 6.0), (SpecConfig(3), 0.0), (SpecConfig(3), 0.0)]
     found = []

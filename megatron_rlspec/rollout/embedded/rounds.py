@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -12,14 +12,8 @@ from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
 from megatron_rlspec.rollout.embedded.draft import Drafted
 from megatron_rlspec.rollout.embedded.verify import Committed, Settings
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
-
-
-class Selection(Protocol):
-    """Chooses how many drafts of each row's chain the target verifies; without one, it verifies all."""
-
-    def lengths(self, logq: np.ndarray) -> np.ndarray:
-        """Return the drafts [B] to verify of each row, by the drafter's log-probabilities [B, k]."""
 
 
 class Span(NamedTuple):
@@ -36,7 +30,8 @@ class RoundRunner:
 
     Raises ValueError for an unknown verifier.
 
-    selection  must be None under rejection, which it would make lossy, because it chooses by the drafts' probabilities
+    selection  the rule, if it chooses how many drafts of each row the target verifies; None: it verifies all. It must
+               be None under rejection, which it would make lossy, because it chooses by the drafts' probabilities
     """
 
     def __init__(
@@ -54,7 +49,7 @@ class RoundRunner:
         self.verifier = verifier
         self.coupled = drafts == "coupled" and verifier == "position_keyed"
         self.sharpness = sharpness
-        self.selection: Selection | None = None
+        self.selection: SpecRule | None = None
         # [B, k] of the drafts that it chose among in the last round
         self.logq: np.ndarray | None = None
         self.prefill_chunk = prefill_chunk
@@ -197,7 +192,7 @@ class RoundRunner:
         rows: np.ndarray,
         read: Tensor,
         config: SpecConfig,
-        selection: Selection | None,
+        selection: SpecRule | None,
     ) -> Drafted:
         """Run the drafter on what it has not read, and draft."""
         last = self.cache.length[rows] - 1

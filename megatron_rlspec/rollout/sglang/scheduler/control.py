@@ -350,11 +350,13 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
     requests = [i for i in drafting if i in running]
     counted = [accepted[i] for i in requests]
-    if_all = decisions.decider.observe(ran, counted, requests)
+    verified = ran.drafts(requests)
+    drafts = int(verified.sum())
+    if_all = decisions.decider.observe(ran, counted, verified, requests)
     if metrics.counters is not None:
-        metrics.counters.add(ran.config, counted, int(ran.drafts(requests).sum()))
+        metrics.counters.add(ran.config, counted, drafts)
     last = all(request.finished() for request in batch.reqs)
-    ms = rounds.observe(ran, counted, requests, len(accepted), last, if_all)
+    ms = rounds.observe(ran, counted, drafts, len(accepted), last, if_all)
     if ms is not None:
         decisions.decider.timed(ran, len(accepted), ms)
     return returned

@@ -105,16 +105,14 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
 
     def _begin_ragged(self, batch_size: int) -> None:
         """Say how many drafts the round verifies. Those of drafters that have not caught up have no q."""
-        decider = decisions.decider
-        drafts = decider.drafts(batch_size)
+        rule = decisions.decider.choosing
         drafting = self._config.num_steps > 0 and self._drafting is None
-        if drafts is None or not (drafting and self._plain and ragged.asks_no_more(self._batch)):
+        if not (rule and drafting and self._plain and ragged.asks_no_more(self._batch)):
             ragged.present.even()
             return
-        assert decider.rule is not None
-        assert decider.rule.selection is not None
+        assert rule.selection is not None
         most = batch_size * self._config.num_steps
-        ragged.present.begin(drafts, most, decider.rule.selection, self._batch)
+        ragged.present.begin(rule.drafts(batch_size), most, rule.selection, self._batch)
 
     def _catch_up(self, n: int) -> list[int] | None:
         """Let n drafters read what they missed. Returns `_drafting`.

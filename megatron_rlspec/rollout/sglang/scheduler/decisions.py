@@ -36,11 +36,11 @@ class DecodeRound:
     logq: Any = None
     verified: Any = None
 
-    def drafts(self, requests: Sequence[int]) -> np.ndarray:
+    def drafts(self, requests: list[int]) -> np.ndarray:
         """Return how many drafts of some requests were verified."""
         if self.verified is None:
             return np.full(len(requests), self.config.num_steps)
-        of_requests: np.ndarray = self.verified.numpy()[list(requests)]
+        of_requests: np.ndarray = self.verified.numpy()[requests]
         return of_requests
 
     def behind(self, batch: int) -> set[int]:
@@ -81,9 +81,8 @@ class Decider:
         self._stock: Any = None  # the same, with what it has learnt
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 0  # tensor-parallel size
-        self.untold: list[
-            RoundTime
-        ] = []  # rounds of which the other ranks do not know this rank's time
+        # rounds of which the other ranks do not know this rank's time
+        self.untold: list[RoundTime] = []
         # the largest batch with captured graphs, where graphs are limited
         self._most: dict[SpecConfig, int] = {}
 
@@ -199,11 +198,12 @@ class Decider:
         config = self.rule.choose(batch, context_tokens, missed)
         return config, self.rule.catch_up
 
-    def drafts(self, batch: int) -> int | None:
-        """Return how many drafts of the batch the round just chosen verifies; None: all, and nothing is learnt of q."""
+    @property
+    def choosing(self) -> SpecRule | None:
+        """Return the rule if it says how many drafts the round just chosen verifies; None: it verifies all."""
         if self.even or self.rule is None or self.rule.selection is None or self.held or self.stock:
             return None
-        return self.rule.drafts(batch)
+        return self.rule
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
         """Let the rule learn the duration of a round, once all ranks are told it."""
@@ -216,29 +216,22 @@ class Decider:
 
     def learn(self, timed: RoundTime) -> None:
         """Let the rule learn a duration that all ranks are told."""
-        rule = self.rule
-        if rule is None or self.stock or self.held:
-            return
-        if rule.selection is None:
-            timed = timed._replace(drafts=None)
-        rule.timed(*timed)
+        if self.rule is not None and not self.stock and not self.held:
+            self.rule.timed(*timed)
 
     def observe(
         self,
         ran: DecodeRound,
         accepted: Sequence[int],
-        requests: Sequence[int],
+        verified: np.ndarray,
+        requests: list[int],
     ) -> Sequence[float]:
         """Take what some requests of a round, by their indices, accepted. Returns `RoundStats.if_all`."""
         rule = self.rule
         if rule is None or self.held:
             return ()
-        verified = logq = None
-        if ran.verified is not None:
-            verified = ran.drafts(requests)
-            logq = ran.logq.numpy()[list(requests)]
-        histogram = rule.observe(ran.config, accepted, verified, logq)
-        return () if rule.selection is None else histogram
+        logq = None if ran.logq is None else ran.logq.numpy()[requests]
+        return rule.observe(ran.config, accepted, verified, logq)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         """Decide by `schedule` until the next rule. Raises ValueError."""

@@ -37,7 +37,7 @@ class TimedRounds(RoundLog):
         self,
         ran: DecodeRound,
         accepted: Sequence[int],
-        requests: Sequence[int],
+        verified: int,
         batch: int,
         last: bool,
         if_all: Sequence[float] = (),
@@ -45,7 +45,7 @@ class TimedRounds(RoundLog):
         """Record a round of `batch` requests; `last` if no request continues.
 
         accepted  drafts of those requests that count: whose drafter had caught up, and that had not ended before
-        requests  their indices in the batch
+        verified  drafts of them together
         if_all    as in `RoundStats`
 
         Returns the round's duration in ms, or None if it has no start time.
@@ -57,7 +57,6 @@ class TimedRounds(RoundLog):
         self._caught_up = 0.0
         self._warm_up = max(self._warm_up - 1, 0)
         self._last_end = None if last else now
-        verified = int(ran.drafts(requests).sum())
         histogram = [accepted.count(n) for n in range(max(accepted, default=-1) + 1)]
         self.add(ran.config, batch, ran.context_tokens, ms, histogram, verified, if_all)
         return ms
