@@ -515,17 +515,28 @@ def begun(engine: SGLangEngine, asked: list[Request], sampling: Sampling) -> lis
 
 @pytest.mark.slow
 @pytest.mark.lossless
+@pytest.mark.parametrize("chosen", [False, True], ids=["all drafts", "chosen drafts"])
 @pytest.mark.parametrize(("first", "second"), [("adaptive", "plain"), ("plain", "adaptive"), ("adaptive", "embedded")])
-def test_a_sample_goes_on_on_another_engine(engines: dict[str, SGLangEngine], first: str, second: str) -> None:
+def test_a_sample_goes_on_on_another_engine(
+    engines: dict[str, SGLangEngine], first: str, second: str, chosen: bool
+) -> None:
     sampling = Sampling(max_new_tokens=500, ignore_eos=True)
     asked = requests(6, f"go-{second}")
     engines["adaptive"].set_schedule(k(2))
     embedded = EmbeddedEngine(CONFIG, WEIGHTS.items(), schedule=k(2), max_length=1300)
     whole = engines["plain"].generate(asked, sampling)
+    if chosen:
+        for engine in (engines["adaptive"], embedded):
+            engine.set_spec_rule(choosing(WORTH_IT["some"]))
+            engine.generate(requests(16, "before"), SAMPLINGS["T=1"])  # from which it learns
+            engine.stats()
     partials = begun(engines[first], asked, sampling)
     engines["adaptive"].stats()
     done = (engines | {"embedded": embedded})[second].generate(partials, sampling)
-    rounds = pooled(s.accepted for s in embedded.stats() + engines["adaptive"].stats()).sum()
+    ran = embedded.stats() + engines["adaptive"].stats()
+    rounds = pooled(s.accepted for s in ran).sum()
+    if chosen and second != "plain":
+        assert 0.05 < sum(s.verified for s in ran) / (3 * rounds) < 0.95
     differing = 0
     for sample, request, reference in zip(done, partials, whole, strict=True):
         old = request.partial

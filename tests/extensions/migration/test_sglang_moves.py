@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny_mimo
 from test_moves import acting, moved_at_random
-from test_sglang_engine import CONFIG, LAUNCHES, ONE_THREAD, SERVE, SWITCHING, WEIGHTS, fresh, texts
+from test_sglang_engine import (
+    CONFIG,
+    LAUNCHES,
+    ONE_THREAD,
+    SERVE,
+    SWITCHING,
+    WEIGHTS,
+    WORTH_IT,
+    choosing,
+    fresh,
+    half_wrong_drafter,
+    texts,
+)
 
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.types import Request, Sampling
+from megatron_rlspec.types import OFF, Request, Sampling, SpecSchedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAMPLINGS = (
@@ -34,7 +47,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLa
     try:
         found = {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
         for engine in found.values():
-            engine.set_schedule(SWITCHING)
+            engine.update_weights(1, half_wrong_drafter().items())
         yield found
     finally:
         for process in processes.values():
@@ -42,10 +55,18 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLa
 
 
 @pytest.mark.lossless
+@pytest.mark.parametrize("rule", ["schedule", "chosen drafts"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=1", "filtered"])
-def test_random_moves_change_no_text(engines: dict[str, SGLangEngine], sampling: Sampling) -> None:
+def test_random_moves_change_no_text(engines: dict[str, SGLangEngine], sampling: Sampling, rule: str) -> None:
     asked = fresh(12, f"moves-{sampling.temperature}", 500)
+    engines["a"].set_schedule(SpecSchedule.fixed(OFF))
     expected = engines["a"].generate(asked, sampling)
+    for engine in engines.values():
+        engine.set_schedule(SWITCHING)
+        if rule == "chosen drafts":
+            engine.set_spec_rule(choosing(replace(WORTH_IT["some"], token_ms=1 / 8)))  # batches are small
+            engine.generate(fresh(12, "before", 700), sampling)  # from which it learns
+        engine.stats()
     pool = EnginePool(engines)
     chance = random.Random(0)
     moved: list[Request] = []
@@ -56,6 +77,9 @@ def test_random_moves_change_no_text(engines: dict[str, SGLangEngine], sampling:
     for sample, alone in zip(samples, expected, strict=True):
         np.testing.assert_allclose(sample.behaviour_logprobs, alone.behaviour_logprobs, atol=2e-4)
         assert sample.status == alone.status
+    rounds = [stats for engine in engines.values() for stats in engine.stats() if stats.if_all]
+    drafts = sum(sum(stats.accepted) * stats.config.num_steps for stats in rounds)
+    assert rule == "schedule" or 0.1 < sum(stats.verified for stats in rounds) / drafts < 0.9
 
 
 def test_an_engine_that_is_killed_while_samples_move_loses_none(engines: dict[str, SGLangEngine]) -> None:
