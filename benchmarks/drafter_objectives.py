@@ -22,7 +22,7 @@ import torch
 from rich.progress import track
 from scipy import stats
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Config, DataConfig
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
@@ -49,7 +49,9 @@ def trained(run: Path, name: str, steps: int) -> list[tuple[str, torch.Tensor]]:
     shape, tensors = read_hf(run / "warm/hf")
     trainer = Trainer(config, shape)
     trainer.load_hf(tensors, fresh_drafter=True)
-    rows = data.Demonstrations(run / "task/train.jsonl", data.load_tokenizer(run / "warm/hf"), config)
+    tokenizer = data.load_tokenizer(run / "warm/hf")
+    longest = config.model.max_length
+    rows = data.Demonstrations(run / "task/train.jsonl", config.data, tokenizer, longest, config.train.seed, config.sft)
     unchained = mock.patch.object(Chain, "next", lambda chain: Chain())  # every depth attends to its own inputs
     with unchained if "megatron" in name else nullcontext():
         for _ in range(steps):
@@ -69,8 +71,8 @@ def main() -> None:
     shape, tensors = read_hf(args.run / "warm/hf")
     schedule = SpecSchedule.fixed(SpecConfig(3))
     engine = EmbeddedEngine(shape, tensors.items(), schedule=schedule, max_length=512, max_running_requests=128)
-    config = Config.model_validate({"model": {"max_length": 512}, "rollout": {"max_new_tokens": 384}})
-    prompts = data.Prompts(args.run / "task/eval.jsonl", data.load_tokenizer(args.run / "warm/hf"), config).rows
+    tokenizer = data.load_tokenizer(args.run / "warm/hf")
+    prompts = data.read_prompts(args.run / "task/eval.jsonl", DataConfig(), tokenizer, 512 - 384)[0]
     requests = [Request(f"p{i:05d}", prompt, seed=i) for i, prompt in enumerate(prompts[:count])]
     found: dict[str, Any] = {"steps": steps, "prompts": count, "accept_length": {}}
     for version, name in enumerate(track(VARIANTS, "drafters"), start=1):

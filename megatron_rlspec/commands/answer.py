@@ -45,7 +45,7 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
 def _answer(config: Config, hf_config: dict[str, Any]) -> str:
     path = Path(config.answer.path)
     tokenizer = data.load_tokenizer(config.model.path, config.model.trust_remote_code)
-    longest = config.model.max_length - config.rollout.max_new_tokens
+    longest = config.longest_prompt
     prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
     shared = settings(config, prompts)
     if config.rollout.urls:

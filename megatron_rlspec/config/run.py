@@ -125,6 +125,11 @@ class Config(Section):
         """
         return max(6, 1 + max(self.spec.steps)) if self.rollout.engine == "sglang" else 0
 
+    @property
+    def longest_prompt(self) -> int:
+        """Return the most tokens of a prompt that leave room for a response of every allowed length."""
+        return self.model.max_length - self.rollout.max_new_tokens
+
     def generates(self, command: Command) -> bool:
         """Return whether a run of this command has engines: a warm start to evaluate, a replay if one policy stays."""
         if command == "sft":

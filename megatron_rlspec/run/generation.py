@@ -120,7 +120,7 @@ class Generation:
         """Take prompts until `rollout.prompts_per_step` groups are kept; dynamic sampling drops groups.
 
         With `rollout.partial` more groups are begun, and those that are not kept go on in the next rollout. Adds to
-        `counts`. Raises EngineError if no engine is left, and RewardsFailedError.
+        `counts`. Raises EngineError if no engine is left, and RewardError.
         """
         options = self._rollout
 

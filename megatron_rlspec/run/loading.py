@@ -1,4 +1,4 @@
-"""What a run reads before it builds a trainer or starts an engine, with the checks that need the model or the machine.
+"""What a run reads, with the checks that need the model or the machine; and the parts of a run, built from it.
 
 `inputs.py` has checked before this, without heavy imports, that the files are there and can be read.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,24 @@ import torch
 from megatron_rlspec import custom, memory_choices, memory_estimate
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, words
+from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.memory_choices import Hardware
 from megatron_rlspec.memory_estimate import cache_line
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.hf_files import LazyTensors
+from megatron_rlspec.models.names import drafter_names
+from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout import placement
+from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
+from megatron_rlspec.run.engines import Engines, RunDraftRule, report_slow_sampling
+from megatron_rlspec.run.extension import Extensions
+from megatron_rlspec.run.generation import Generation
+from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.trajectory import Replay
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
+from megatron_rlspec.tasks import rewards
 from megatron_rlspec.tasks.data import Demonstrations, Prompts, check_ids, load_tokenizer
 from megatron_rlspec.train import model
 from megatron_rlspec.train.step import Trainer
@@ -40,6 +50,7 @@ class Loaded:
     layout      which GPUs the ranks of this node and the engines have
     vocabulary  counts tokens for the draft vocabulary; None: drafts are chosen from all tokens
     data        prompts, or the demonstrations of a warm start; None for a replay, which has recorded rollouts
+    held_out    prompts of evaluations by the name of their set (`DataConfig.evaluated`)
     replay      the recorded run that `rlspec replay` follows
     identity    digests of what a resumed run must share with the run that wrote its checkpoint, by names of options
     """
@@ -51,6 +62,7 @@ class Loaded:
     tokenizer: Any
     vocabulary: DraftVocabulary | None
     data: Prompts | Demonstrations | None
+    held_out: dict[str, Prompts]
     replay: Replay | None
     identity: dict[str, str]
 
@@ -97,13 +109,24 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
             print(f"rlspec {command}: {cache_line(config, layout.kv_tokens)}", flush=True)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rows: Prompts | Demonstrations | None = None
+    held_out: dict[str, Prompts] = {}
+    seed = config.train.seed
     if supervised:
-        rows = Demonstrations(config.sft.path, tokenizer, config)
+        longest = config.model.max_length
+        rows = Demonstrations(config.sft.path, config.data, tokenizer, longest, seed, config.sft)
         check_ids(rows.held_out, hf_config["vocab_size"])
     elif generates:
-        rows = Prompts(config.data.path, tokenizer, config)
+        taken = config.rollout.prompts_per_step
+        rows = Prompts(
+            config.data.path, config.data, tokenizer, config.longest_prompt, seed, taken
+        )
     if rows is not None:
         check_ids(rows.rows, hf_config["vocab_size"])
+    if generates:
+        for name, path in config.data.evaluated.items():
+            prompts = Prompts(path, config.data, tokenizer, config.longest_prompt, seed)
+            check_ids(prompts.rows, hf_config["vocab_size"])
+            held_out[name] = prompts
     digests = {"model.path": identity.of_model(config.model.path)}
     if config.drafter.path:
         digests["drafter.path"] = identity.of_model(config.drafter.path)
@@ -121,6 +144,7 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
         tokenizer=tokenizer,
         vocabulary=draft_vocabulary(config, hf_config, tokenizer),
         data=rows,
+        held_out=held_out,
         replay=replay,
         identity=digests,
     )
@@ -140,6 +164,82 @@ def build_trainer(config: Config, loaded: Loaded, supervised: bool) -> Trainer:
         # The reference has the weights of model.path, also when a checkpoint is loaded next.
         trainer.keep_reference()
     return trainer
+
+
+def start_rollouts(config: Config, loaded: Loaded, extensions: Extensions) -> StartingRollouts:
+    """Connect to engines that run already, and start reward workers, on rank 0.
+
+    Raises ConfigError and CostTableError.
+    """
+    kind = extensions.kind(config.rollout.engine)
+    migration = None
+    if extensions.migration is not None:
+        migration = extensions.migration(loaded.hf_config)
+    return StartingRollouts(
+        learning(config, loaded.hf_config),
+        kind.start(config, Path(config.train.run_dir), loaded.layout),
+        migration,
+        rewards.Scorer(config.reward),  # last: nothing else has to be ended
+    )
+
+
+def build_rollouts(
+    config: Config,
+    loaded: Loaded,
+    started: StartingRollouts,
+    named: Mapping[str, RolloutEngine],
+    recorder: Recorder,
+    cancelled: threading.Event | None = None,
+) -> Rollouts:
+    """Put together the rollouts of a run, on rank 0. Raises EngineError if no engine is left.
+
+    named      the result of `started.engines.wait()`
+    cancelled  when it is set, rollouts end with RolloutCancelledError
+    """
+    held_out = {}
+    for name, prompts in loaded.held_out.items():
+        recorder.event("data", prompts.summary)
+        held_out[name] = prompts.rows
+    canary = held_out.get("") or (loaded.prompts.rows if loaded.prompts else [])
+    keyed = config.spec.verifier == "position_keyed"
+    rule_file = Path(config.train.run_dir) / "spec_rule.json"
+    speculation = RunDraftRule(config.spec, started.learning, rule_file)
+    report_slow_sampling(recorder, named)
+    engines = Engines(
+        named,
+        started.engines,
+        speculation,
+        recorder,
+        config.rollout,
+        keyed=keyed,
+        drafter=drafter_names(loaded.hf_config),
+        trains_drafter=config.drafter.train,
+        canary=canary,
+        migration=started.migration,
+    )
+    generation = Generation(
+        config.rollout,
+        config.train,
+        loaded.tokenizer,
+        engines,
+        started.scorer,
+        recorder,
+        held_out,
+        cancelled or threading.Event(),
+        dynamic_sampling=config.algorithm.dynamic_sampling,
+        keyed=keyed,
+    )
+    return Rollouts(
+        generation=generation,
+        engines=engines,
+        speculation=speculation,
+        recorder=recorder,
+        prompts=loaded.prompts,
+        migration=started.migration,
+        options=config.rollout,
+        steps=config.train.steps,
+        fresh=config.drafter.fresh,
+    )
 
 
 def command_of(config: Config, supervised: bool) -> Command:

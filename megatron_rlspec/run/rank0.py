@@ -55,7 +55,7 @@ class Rank0:
         reason = ""
         try:
             act()
-        except (EngineError, HealthError, rewards.RewardsFailedError) as error:
+        except (EngineError, HealthError, rewards.RewardError) as error:
             reason = str(error)
         except RolloutCancelledError:
             reason = self.interruption.reason

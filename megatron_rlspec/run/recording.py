@@ -43,7 +43,7 @@ class Records:
     """
 
     def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
-        """Open the files, which is a run's first write. Raises OSError and RecordError.
+        """Open the files, which is a run's first write. Raises OSError and FileError.
 
         done  steps that the run has, from its checkpoint
         """

@@ -10,68 +10,43 @@ rollouts, so the version that generates a sample does not depend on timing.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_rlspec.config import Config
-from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.models.names import drafter_names
+from megatron_rlspec.config import RolloutConfig
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import stamp_finding
 from megatron_rlspec.records.recorder import Recorder
-from megatron_rlspec.rollout.placement import GpuLayout
-from megatron_rlspec.rollout.start import learning
+from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.checkpoints import Drawn
-from megatron_rlspec.run.engines import Engines, RunDraftRule, report_slow_sampling
-from megatron_rlspec.run.extension import Extensions, Migration
+from megatron_rlspec.run.engines import Engines, RunDraftRule
+from megatron_rlspec.run.extension import Migration
 from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
-from megatron_rlspec.tasks import data, rewards
-from megatron_rlspec.types import Group, Prompt, Sample, samples_of
+from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.tasks.data import Prompts
+from megatron_rlspec.tasks.rewards import Scorer
+from megatron_rlspec.types import Group, Sample, samples_of
 
 
+@dataclass(frozen=True)
 class StartingRollouts:
     """The parts of `Rollouts` that exist before the trainer is built. Reward workers run from here on.
 
-    held_out   prompts of evaluations by the name of their set (`DataConfig.evaluated`)
-    summaries  lines about how many rows these have
     learning   the learning of speculation
-    scorer     reward workers
     engines    of the run, which `launch` starts in the background
     migration  an extension that moves running samples; None: they stay
+    scorer     reward workers
     """
 
-    def __init__(
-        self,
-        config: Config,
-        hf_config: Mapping[str, Any],
-        tokenizer: Any,
-        layout: GpuLayout,
-        extensions: Extensions,
-    ) -> None:
-        """Connect to engines that run already. Raises ConfigError, DataError and CostTableError."""
-        self.config = config
-        self.hf_config = hf_config
-        self.tokenizer = tokenizer
-        self.run_dir = Path(config.train.run_dir)
-        self.held_out: dict[str, list[Prompt]] = {}
-        self.summaries: list[str] = []
-        for name, path in config.data.evaluated.items():
-            prompts = data.Prompts(path, tokenizer, config)
-            data.check_ids(prompts.rows, hf_config["vocab_size"])
-            self.held_out[name] = prompts.rows
-            self.summaries.append(prompts.summary)
-        self.learning = learning(config, hf_config)
-        self.engines = extensions.kind(config.rollout.engine).start(config, self.run_dir, layout)
-        self.migration: Migration | None = None
-        if extensions.migration is not None:
-            self.migration = extensions.migration(hf_config)
-        self.scorer = rewards.Scorer(config.reward)  # last: nothing else has to be ended
+    learning: Learning
+    engines: StartingEngines
+    migration: Migration | None
+    scorer: Scorer
 
     def close(self) -> None:
         """End engines and reward workers."""
@@ -87,88 +62,50 @@ class Rollout(NamedTuple):
     counts: dict[str, float] = {}
 
 
+@dataclass(eq=False)
 class Rollouts:
-    """The rollouts of a run. Rank 0 holds it; `start` it, and end it with `close`.
+    """The rollouts of a run. `loading.build_rollouts` makes it on rank 0; `start` it, and end it with `close`.
 
     generation   generates and scores
     engines      pool, health, pushes, restarts
     speculation  learns from rollouts how to speculate
+    prompts      of `collect`; None: only evaluations are generated
+    migration    as in `StartingRollouts`
+    steps        of the run
+    fresh        whether the run began with a fresh drafter
     newest       the rollout that `collect` returned last
     """
 
-    def __init__(
-        self,
-        started: StartingRollouts,
-        named: Mapping[str, RolloutEngine],
-        recorder: Recorder,
-        prompts: data.Prompts | None,
-        cancelled: threading.Event | None = None,
-    ) -> None:
-        """Set up the engines.
+    generation: Generation
+    engines: Engines
+    speculation: RunDraftRule
+    recorder: Recorder
+    prompts: Prompts | None
+    migration: Migration | None
+    options: RolloutConfig
+    steps: int
+    fresh: bool
+    _rolling: int = 0  # the step whose rollout runs
+    _ahead: Future[Rollout] | None = None
+    _awaits_drafts: bool = False  # a fresh drafter has not drafted in most rounds of a rollout yet
 
-        named      the result of `started.engines.wait()`
-        prompts    the prompts of `collect`; None: only evaluations are generated
-        cancelled  when it is set, rollouts end with RolloutCancelledError
-
-        Raises EngineError if no engine is left.
-        """
-        config = started.config
+    def __post_init__(self) -> None:
         self.newest = Rollout([], math.nan)
-        self._config = config
-        self._prompts = prompts
-        self._recorder = recorder
-        self._migration = started.migration
-        self._rolling = 0  # the step whose rollout runs
-        self._ahead: Future[Rollout] | None = None
-        # a fresh drafter has not drafted in most rounds of a rollout yet
-        self._awaits_drafts = False
         self._thread = ThreadPoolExecutor(1, "rollout")
-        for line in started.summaries:
-            recorder.event("data", line)
-        self.speculation = RunDraftRule(
-            config.spec, started.learning, started.run_dir / "spec_rule.json"
-        )
-        keyed = config.spec.verifier == "position_keyed"
-        canary = started.held_out.get("") or (prompts.rows if prompts else [])
-        report_slow_sampling(recorder, named)
-        self.engines = Engines(
-            named,
-            started.engines,
-            self.speculation,
-            recorder,
-            config.rollout,
-            keyed=keyed,
-            drafter=drafter_names(started.hf_config),
-            trains_drafter=config.drafter.train,
-            canary=canary,
-            migration=started.migration,
-        )
-        self.generation = Generation(
-            config.rollout,
-            config.train,
-            started.tokenizer,
-            self.engines,
-            started.scorer,
-            recorder,
-            started.held_out,
-            cancelled or threading.Event(),
-            dynamic_sampling=config.algorithm.dynamic_sampling,
-            keyed=keyed,
-        )
 
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:
         """Continue from what a checkpoint has of `state` and `drawn`, and set the engines' rules."""
-        if self._migration is not None:
-            self._migration.attach(self.engines.pool, self._record_moves)
+        if self.migration is not None:
+            self.migration.attach(self.engines.pool, self._record_moves)
         if drawn.ahead:
             ahead = Rollout(list(drawn.ahead), math.nan, dict(resumed.get("ahead", {})))
             self._ahead = Future()
             self._ahead.set_result(ahead)
         self.generation.start()
         if lost := self.speculation.learning.restore(resumed):
-            self._recorder.event("resume", lost)
+            self.recorder.event("resume", lost)
         self.generation.restore(resumed.get("lengths", ()), drawn.begun)
-        self._awaits_drafts = self._config.drafter.fresh and not resumed.get("drafts", False)
+        self._awaits_drafts = self.fresh and not resumed.get("drafts", False)
         if self._awaits_drafts and not resumed:
             self.speculation.learning.start_without()
         if self.speculation.fixed is None:
@@ -204,18 +141,18 @@ class Rollouts:
         """Return the scored groups of one step. With `rollout.staleness`, start the next step's rollout.
 
         Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
-        RewardsFailedError if all rewards of `train.max_bad_steps` steps in a row failed.
+        RewardError if all rewards of `train.max_bad_steps` steps in a row failed.
         """
         ahead, self._ahead = self._ahead, None
         self.newest = ahead.result() if ahead is not None else self._generate(step)
         groups = self.newest.groups
         current = step + 1
-        oldest = max(1, current - self._config.rollout.oldest)
+        oldest = max(1, current - self.options.oldest)
         samples = samples_of(groups)
         finding = stamp_finding(samples, oldest, current)
         if finding is not None:
             raise HealthError(finding.message)
-        if self._config.rollout.staleness and step + 1 < self._config.train.steps:
+        if self.options.staleness and step + 1 < self.steps:
             self.begin(step + 1)
         return groups
 
@@ -233,7 +170,7 @@ class Rollouts:
     def _generate(self, step: int) -> Rollout:
         """Return scored groups and the seconds they took. On failure the order of prompts is restored."""
         self._rolling = step
-        prompts = self._prompts
+        prompts = self.prompts
         assert prompts is not None, "without prompts only evaluations are generated"
         order = prompts.order.state()
         began = time.perf_counter()
@@ -250,7 +187,7 @@ class Rollouts:
         return Rollout(groups, time.perf_counter() - began, counts)
 
     def _record_moves(self, record: Mapping[str, Any]) -> None:
-        self._recorder.moves(self._rolling, record)
+        self.recorder.moves(self._rolling, record)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return `rollout/*` of the samples of the newest rollout, and the engines that were restarted since."""
@@ -279,6 +216,6 @@ class Rollouts:
             of_all = [stats for _, of_engine in rounds for stats in of_engine]
             line = self.speculation.began(of_all, delivered)
             if line:
-                self._recorder.event("drafting", f"step {self._rolling + 1}: {line}")
+                self.recorder.event("drafting", f"step {self._rolling + 1}: {line}")
                 self._awaits_drafts = False
         return metrics

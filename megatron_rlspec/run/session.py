@@ -38,7 +38,13 @@ from megatron_rlspec.run.checkpoints import Drawn, Saver
 from megatron_rlspec.run.drafter_training import Drafting
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
-from megatron_rlspec.run.loading import build_trainer, command_of, load
+from megatron_rlspec.run.loading import (
+    build_rollouts,
+    build_trainer,
+    command_of,
+    load,
+    start_rollouts,
+)
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.result import Results, take_drafter_moments
@@ -109,13 +115,7 @@ class Session:
         colocated = self.loaded.layout.colocated
         starting: StartingRollouts | None = None
         if self.main and self.generates:
-            starting = StartingRollouts(
-                config,
-                self.loaded.hf_config,
-                self.loaded.tokenizer,
-                self.loaded.layout,
-                extensions,
-            )
+            starting = start_rollouts(config, self.loaded, extensions)
             closing.callback(starting.close)
             if not colocated:
                 starting.engines.launch()  # they start while the trainer is built
@@ -162,11 +162,12 @@ class Session:
         self.rollouts: Rollouts | None = None
         if starting is not None:
             assert self.records.recorder is not None
-            self.rollouts = Rollouts(
+            self.rollouts = build_rollouts(
+                config,
+                self.loaded,
                 starting,
                 engines,
                 self.records.recorder,
-                self.loaded.prompts,
                 self.interruption.asked,
             )
             closing.callback(self.rollouts.close)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from megatron_rlspec.config import Config, DataConfig
+from megatron_rlspec.config import DataConfig, SftConfig
 from megatron_rlspec.tasks import columns
 from megatron_rlspec.tasks.order import DataError, Order
 from megatron_rlspec.tasks.rows import read_rows
@@ -47,18 +47,22 @@ class Source(Generic[Row]):
 
 
 class Prompts(Source[Prompt]):
-    """Prompts of at most `model.max_length - rollout.max_new_tokens` tokens. Raises DataError."""
+    """Prompts of at most `longest` tokens, of which a step takes `taken`. Raises DataError."""
 
     def __init__(
-        self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config
+        self,
+        path: str | Path,
+        options: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        seed: int,
+        taken: int = 0,
     ) -> None:
-        longest = config.model.max_length - config.rollout.max_new_tokens
-        rows, dropped = read_prompts(path, config.data, tokenizer, longest)
+        rows, dropped = read_prompts(path, options, tokenizer, longest)
         summary = _summary(path, "prompts", rows, dropped, longest)
-        taken = config.rollout.prompts_per_step
         if len(rows) < taken:
             summary += f"; a step takes {taken}, so prompts come more than once in it"
-        super().__init__(rows, summary, config.train.seed, config.data.shuffle)
+        super().__init__(rows, summary, seed, options.shuffle)
 
     def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
         """Return the next `count` prompts of a step that has the prompts `beside` already."""
@@ -68,22 +72,26 @@ class Prompts(Source[Prompt]):
 
 
 class Demonstrations(Source[Sample]):
-    """Demonstrations of at most `model.max_length` tokens. Raises DataError."""
+    """Demonstrations of at most `longest` tokens. Raises DataError.
+
+    held_out  those of `sft.held_out` prompts, which are not drawn
+    """
 
     def __init__(
-        self, path: str | Path, tokenizer: PreTrainedTokenizerBase, config: Config
+        self,
+        path: str | Path,
+        options: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        longest: int,
+        seed: int,
+        sft: SftConfig,
     ) -> None:
-        longest = config.model.max_length
-        rows, dropped = read_demonstrations(
-            path, config.data, tokenizer, longest, config.sft.response_key
-        )
+        rows, dropped = read_demonstrations(path, options, tokenizer, longest, sft.response_key)
         summary = _summary(path, "samples", rows, dropped, longest)
         self.held_out: list[Sample] = []
-        if config.sft.held_out:
-            rows, self.held_out = without_prompts(
-                rows, config.sft.held_out, config.train.seed, path
-            )
-        super().__init__(rows, summary, config.train.seed, config.data.shuffle)
+        if sft.held_out:
+            rows, self.held_out = without_prompts(rows, sft.held_out, seed, path)
+        super().__init__(rows, summary, seed, options.shuffle)
 
 
 def check_ids(rows: Iterable[Prompt | Sample], vocab_size: int) -> None:

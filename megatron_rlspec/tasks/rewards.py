@@ -61,7 +61,7 @@ class Scorer:
         try:
             for worker in workers:
                 worker.await_start()
-        except _Failed as error:
+        except RewardError as error:
             self.close()
             raise ConfigError(f"reward.kind={options.kind}: {error}") from None
 
@@ -106,7 +106,7 @@ class Scorer:
         worker = self._workers.get()
         try:
             return worker.ask(task, extras)
-        except _Failed as error:
+        except RewardError as error:
             return {"error": str(error)}
         finally:
             self._workers.put(worker)
@@ -187,8 +187,8 @@ def known(samples: Sequence[Sample]) -> list[float]:
     return [sample.reward for sample in samples if not failed(sample)]
 
 
-class RewardsFailedError(RuntimeError):
-    """Every reward failed in the first step, or in too many in a row. The message holds the first failure."""
+class RewardError(RuntimeError):
+    """A reward failed, or every one of too many steps. The message is one line: the reason, or the first one's."""
 
 
 class FailedSteps:
@@ -203,7 +203,7 @@ class FailedSteps:
         self.succeeded = False  # whether any reward has
 
     def observe(self, name: str, samples: int, failures: Sequence[str]) -> None:
-        """Count a step in which `failures` of `samples` rewards failed. Raises RewardsFailedError at the limit."""
+        """Count a step in which `failures` of `samples` rewards failed. Raises RewardError at the limit."""
         if len(failures) < samples:
             self.count = 0
             self.succeeded = True
@@ -212,7 +212,7 @@ class FailedSteps:
         limit = self.most if self.succeeded else min(self.most, 1)
         if 0 < limit <= self.count:
             since = f"for {self.count} steps in a row" if self.succeeded else "and none succeeded"
-            raise RewardsFailedError(
+            raise RewardError(
                 f"{name}: all {samples} rewards failed, {since} (train.max_bad_steps={self.most}); "
                 f"the first: {failures[0]}"
             )
@@ -221,10 +221,6 @@ class FailedSteps:
         """Observe an evaluation, which is no step: it counts while no reward has succeeded."""
         if not self.succeeded:
             self.observe(name, samples, failures)
-
-
-class _Failed(Exception):
-    """The reward of a sample failed. The message is the reason, in one line."""
 
 
 class _Worker:
@@ -238,13 +234,13 @@ class _Worker:
         self._start()
 
     def await_start(self) -> None:
-        """Wait until the reward is imported. Raises _Failed."""
+        """Wait until the reward is imported. Raises RewardError."""
         if not self._ready:
             self._wants = self._answer(STARTED, START_SECONDS)["wants"]
             self._ready = True
 
     def ask(self, task: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
-        """Return {"reward", "parts"}. Of `extras` the reward gets what it wants. Raises _Failed."""
+        """Return {"reward", "parts"}. Of `extras` the reward gets what it wants. Raises RewardError."""
         if self._process.poll() is not None:
             self.stop()
             self._start()
@@ -257,7 +253,7 @@ class _Worker:
             while line:
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
-            raise _Failed(self._ending()) from None
+            raise RewardError(self._ending()) from None
         return self._answer(name, self.options.timeout_seconds)
 
     def stop(self) -> None:
@@ -285,7 +281,7 @@ class _Worker:
         self._ready = False
 
     def _answer(self, name: str, seconds: float) -> dict[str, Any]:
-        """Return the answer to the task `name`. Messages with another id are dropped. Raises _Failed."""
+        """Return the answer to the task `name`. Messages with another id are dropped. Raises RewardError."""
         deadline = time.monotonic() + seconds
         while True:
             self._check_time(deadline)
@@ -295,21 +291,21 @@ class _Worker:
             except TimeoutError:
                 continue
             if not message:
-                raise _Failed(self._ending())
+                raise RewardError(self._ending())
             answer = _read(message)
             if answer.get("id") != name:
                 continue
             if "error" in answer:
-                raise _Failed(answer["error"])
+                raise RewardError(answer["error"])
             return answer
 
     def _check_time(self, deadline: float) -> None:
         if self._interrupted.is_set():
-            raise _Failed("the run was interrupted")
+            raise RewardError("the run was interrupted")
         if time.monotonic() >= deadline:
             self.stop()
             limit = self.options.timeout_seconds if self._ready else START_SECONDS
-            raise _Failed(f"no answer within {limit:g} s")
+            raise RewardError(f"no answer within {limit:g} s")
 
     def _ending(self) -> str:
         with suppress(subprocess.TimeoutExpired):  # it may have closed its channels, and live on

@@ -16,7 +16,7 @@ from train_ranks import on_ranks
 from megatron_rlspec import files
 from megatron_rlspec.commands import answer
 from megatron_rlspec.commands.journal import Journal
-from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.config import ConfigError, SftConfig, load
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
@@ -180,11 +180,12 @@ def test_held_out_prompts_are_not_trained(start, tmp_path):
     config = options(start, tmp_path / "a.jsonl", sft__held_out="5")
     answered(config)
     tokenizer = data.load_tokenizer(start / "model")
-    rows = data.Demonstrations(config.answer.path, tokenizer, config)
+    longest = config.model.max_length
+    rows = data.Demonstrations(config.answer.path, config.data, tokenizer, longest, config.train.seed, config.sft)
     prompts = [{row.prompt.tokens.tobytes() for row in part} for part in (rows.rows, rows.held_out)]
     assert len(prompts[1]) == 5 and not prompts[0] & prompts[1] and len(rows.rows) + len(rows.held_out) == 48
     with pytest.raises(data.DataError, match="sft.held_out=12 leaves none to train on"):
-        data.Demonstrations(config.answer.path, tokenizer, options(start, tmp_path / "a.jsonl", sft__held_out="12"))
+        data.Demonstrations(config.answer.path, config.data, tokenizer, longest, 0, SftConfig(held_out=12))
     data.check_ids(rows.rows, vocab_size=10_000)
     with pytest.raises(data.DataError, match="token .*, but config.json says vocab_size=3"):
         data.check_ids(rows.held_out, vocab_size=3)

@@ -19,7 +19,7 @@ from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.start import embedded
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.extension import Extensions
-from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
+from megatron_rlspec.run.loading import build_rollouts, start_rollouts
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig, SpecSchedule
@@ -30,8 +30,10 @@ CHAIN = SpecConfig(3)
 
 def start(config, hf_config, run_dir, resumed=None):
     config = config.model_copy(update={"train": config.train.model_copy(update={"run_dir": str(run_dir)})})
-    starting = StartingRollouts(config, hf_config, None, GpuLayout(), Extensions())
-    rollouts = Rollouts(starting, starting.engines.wait(), Recorder(run_dir), SimpleNamespace(rows=PROMPTS))
+    loaded = SimpleNamespace(hf_config=hf_config, tokenizer=None, layout=GpuLayout(), held_out={})
+    loaded.prompts = SimpleNamespace(rows=PROMPTS)
+    starting = start_rollouts(config, loaded, Extensions())
+    rollouts = build_rollouts(config, loaded, starting, starting.engines.wait(), Recorder(run_dir))
     rollouts.start(resumed or {}, Drawn())
     return rollouts
 

@@ -12,7 +12,7 @@ from megatron_rlspec.noise import seed_of as seed
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
 from megatron_rlspec.run.extension import Extensions
-from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
+from megatron_rlspec.run.loading import build_rollouts, start_rollouts
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Request
@@ -49,14 +49,16 @@ class Run:
     def __init__(self, config, run_dir, state=None, drawn=None, order=None):
         hf_config, _ = read_hf(config.model.path)
         tokenizer = data.load_tokenizer(config.model.path)
-        self.prompts = data.Prompts(config.data.path, tokenizer, config)
+        self.prompts = data.Prompts(config.data.path, config.data, tokenizer, config.longest_prompt, config.train.seed)
         if order is not None:
             self.prompts.order.restore(order)
-        starting = StartingRollouts(config, hf_config, tokenizer, GpuLayout(), Extensions())
+        loaded = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, layout=GpuLayout(), prompts=self.prompts)
+        loaded.held_out = {}
+        starting = start_rollouts(config, loaded, Extensions())
         starting.scorer._judge = lambda sample: {"reward": len(sample.response) % 3 / 2}
         engines = starting.engines.wait()
         recorder = SimpleNamespace(event=lambda *_, **__: None)
-        self.rollouts = Rollouts(starting, engines, recorder, self.prompts)
+        self.rollouts = build_rollouts(config, loaded, starting, engines, recorder)
         self.rollouts.start(state or {}, drawn or Drawn())
         self.engine = engines["embedded"]
 

@@ -28,6 +28,16 @@ def test_a_resumed_run_says_where_it_is_and_which_options_changed(config, tmp_pa
     assert read_records(tmp_path / "metrics.jsonl")[-1]["rollout/tokens_so_far"] == 42.0
 
 
+@pytest.mark.parametrize(
+    ("option", "limit"),
+    [({}, 0.01), ({"rollout.staleness": "1"}, 0.5), ({"rollout.partial": "2"}, 0.5), ({"health.logprob_gap": "3"}, 3)],
+    ids=str,
+)
+def test_log_probs_of_an_older_policy_may_differ_by_what_was_learnt(option, limit):
+    config = load(None, {"model.dtype": "float32"} | option)
+    assert Records(config, Clock(), 0, main=False).logprob_gap.limit == limit
+
+
 def test_a_step_is_bad_only_if_all_its_updates_were_skipped(config, tmp_path):
     """Of four updates one, then all, and then one of the drafter's."""
     records = Records(config, Clock(), 0, True)
