@@ -84,13 +84,6 @@ class CostTable:
     def tps(self) -> tuple[int, ...]:
         return tuple(sorted({row.tp for row in self.rounds}))
 
-    @property
-    def tp(self) -> int:
-        """Return the size of a table of one, which costs are of. Raises CostTableError for a table of several."""
-        if len(self.tps) > 1:
-            raise CostTableError(f"cost table holds tp={list(self.tps)}: choose one of them")
-        return self.tps[0]
-
     def at(self, tp: int) -> CostTable:
         """Return the rows of one tensor-parallel size as a table. Raises CostTableError if there are none."""
         return self.of_sizes([tp])
@@ -115,18 +108,28 @@ class CostTable:
             unverified=[row for row in self.unverified if row.tp in wanted],
         )
 
+    # Of a table of one size; each raises CostTableError for one of several
+
+    @property
+    def tp(self) -> int:
+        return self._rows[0].tp
+
+    @cached_property
+    def _rows(self) -> tuple[RoundCost, ...]:
+        if len(self.tps) > 1:
+            raise CostTableError(f"cost table holds tp={list(self.tps)}: choose one of them")
+        return self.rounds
+
     def configs(self) -> tuple[SpecConfig, ...]:
         """Return the configurations measured, OFF first."""
-        return tuple(sorted({row.config for row in self.rounds}))
+        return tuple(sorted({row.config for row in self._rows}))
 
     def batches(self) -> tuple[int, ...]:
-        return tuple(sorted({row.batch for row in self.rounds}))
+        return tuple(sorted({row.batch for row in self._rows}))
 
     def lengths(self) -> tuple[float, ...]:
         """Return the measured mean contexts, in tokens per request."""
-        return tuple(sorted({row.context_tokens / row.batch for row in self.rounds}))
-
-    # Costs, of a table of one size
+        return tuple(sorted({row.context_tokens / row.batch for row in self._rows}))
 
     def grid(
         self,
@@ -239,11 +242,11 @@ class CostTable:
 
     @cached_property
     def _fit(self) -> tuple[Roofline, float]:
-        return Roofline.fit((row.config, *_point(row), row.ms) for row in self.rounds)
+        return Roofline.fit((row.config, *_point(row), row.ms) for row in self._rows)
 
     @cached_property
     def _surfaces(self) -> dict[SpecConfig, _Surface]:
-        return self._surfaces_of(self.rounds)
+        return self._surfaces_of(self._rows)
 
     @cached_property
     def _undrafted(self) -> _Surface:
@@ -263,11 +266,12 @@ class CostTable:
         return surfaces
 
     def _surface(self, config: SpecConfig) -> _Surface:
-        tp = self.tp
         surface = self._surfaces.get(config)
         if surface is None:
             configs = ", ".join(map(str, self.configs()))
-            raise CostTableError(f"cost table holds no {config} at tp={tp}; it holds {configs}")
+            raise CostTableError(
+                f"cost table holds no {config} at tp={self.tp}; it holds {configs}"
+            )
         return surface
 
 

@@ -112,8 +112,10 @@ def test_the_file_holds_everything(tmp_path):
     assert (back.rounds, back.prefill, back.provenance) == (t.rounds, t.prefill, t.provenance)
     assert back.switch_ms == 0.3 and back.tps == (1, 2)
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["table.json"]
-    with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\]: choose one of them"):
-        back.ms(OFF, 1, 100)
+    mixed = (lambda: back.ms(OFF, 1, 100), back.configs, back.batches, back.lengths, back.fit_error)
+    for answer in mixed:
+        with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\]: choose one of them"):
+            answer()
 
 
 def _break(data, path, value):
