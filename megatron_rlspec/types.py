@@ -206,7 +206,7 @@ class Partial:
         )
 
     def then(self, more: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
-        """Return the versions of the whole response, given those of the tokens after this one's."""
+        """Return `policy_versions` of the whole response. `more` has those of the tokens that follow, from 0 on."""
         spans = [list(span) for span in self.policy_versions]
         for version, first, last in more:
             if spans and spans[-1][0] == version:
@@ -331,7 +331,9 @@ def ended(
         raise ValueError(
             f"response token {found[0]} of {len(tokens)} drawn before is {tokens[found[0]]}, a stop token"
         )
-    return "finished" if len(found) else "truncated" if len(tokens) == limit else None
+    if len(found):
+        return "finished"
+    return "truncated" if len(tokens) == limit else None
 
 
 @dataclass(eq=False)
@@ -364,14 +366,13 @@ class OpenGroup:
     @property
     def oldest(self) -> float:
         """Return the oldest version that sampled one of its tokens; infinity without tokens."""
-        spans = [span for sample in self.samples for span in sample.policy_versions]
-        spans += [
-            span
-            for request in self.requests
-            if request.partial
-            for span in request.partial.policy_versions
-        ]
-        return min((version for version, _, _ in spans), default=math.inf)
+        drawn: list[Sample | Partial] = [*self.samples]
+        drawn += [request.partial for request in self.requests if request.partial]
+        oldest = math.inf
+        for part in drawn:
+            for version, _, _ in part.policy_versions:
+                oldest = min(oldest, version)
+        return oldest
 
     def group(self) -> Group:
         """Return the samples that have ended, in the order of the requests."""

@@ -94,33 +94,30 @@ def _missing(machine: Machine) -> Iterator[Lack]:
             yield Lack(f"{requirement} is needed, {state}: see docs/install.md")
     for module, distribution in NEEDED.items():
         if module not in machine.modules:
-            text = f"{distribution} is not installed: see docs/install.md"
-            yield Lack(text)
-    loads = "torch" in machine.modules and "torch" not in machine.failures
-    if loads and machine.torch_cuda is None:
-        yield Lack(
-            "torch is built without CUDA: install the build of requirements/gpu.txt",
-        )
+            yield Lack(f"{distribution} is not installed: see docs/install.md")
+    torch_loads = "torch" in machine.modules and "torch" not in machine.failures
+    if torch_loads and machine.torch_cuda is None:
+        yield Lack("torch is built without CUDA: install the build of requirements/gpu.txt")
     if "transformer_engine" not in machine.modules:
         yield Lack(
-            f"Transformer Engine is not installed, so training has no fast attention: {BUILD_ENGINE}",
+            f"Transformer Engine is not installed, so training has no fast attention: {BUILD_ENGINE}"
         )
     for module, error in machine.failures.items():
         yield Lack(
-            f"{module} does not import ({error}): it must be built for the torch and the CUDA that are installed",
+            f"{module} does not import ({error}): it must be built for the torch and the CUDA that are installed"
         )
 
 
 def _driver_and_memory(machine: Machine) -> Iterator[Lack]:
     if machine.driver_cuda is None:
         yield Lack(
-            "a GPU is visible, but the driver's libcuda.so.1 does not answer: start the container with --gpus all",
+            "a GPU is visible, but the driver's libcuda.so.1 does not answer: start the container with --gpus all"
         )
     elif machine.torch_cuda and machine.driver_cuda[0] < machine.torch_cuda[0]:
         built = ".".join(map(str, machine.torch_cuda))
         runs = ".".join(map(str, machine.driver_cuda))
         yield Lack(
-            f"torch is built for CUDA {built}, but the driver runs CUDA up to {runs}: update the driver",
+            f"torch is built for CUDA {built}, but the driver runs CUDA up to {runs}: update the driver"
         )
     wanted = SHARED_BYTES_PER_GPU * machine.gpus
     if machine.shared_bytes < wanted:

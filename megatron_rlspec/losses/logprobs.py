@@ -17,7 +17,7 @@ from megatron_rlspec.losses.head import VocabParallelHead, accumulate_in
 from megatron_rlspec.losses.plain import read
 from megatron_rlspec.packing.transfer import to_device
 
-Observer = Callable[[Tensor, Tensor, Tensor], None]
+Observer = Callable[[Tensor, Tensor, Tensor], None]  # such as `Student.observe`
 
 
 def policy_logprobs(
@@ -35,15 +35,15 @@ def policy_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `labels [N]` and the entropy `[N]`; differentiable in hidden and weight.
 
-    The entropy is 0 if it is not asked for.
+    The backward computes the logits again, chunk by chunk. Raises ValueError for a label that is no token id.
 
-    Rows where `mask [N]` is 0 give 0, and no logits are computed for them. The backward recomputes logits chunk by
-    chunk. `observe(rows, scores, lse)` is called after each chunk of the forward, with row numbers `[C]`,
-    `VocabParallelHead.scores` `[C, V/tp]` and their log-sum-exp `[C]`; it may overwrite the scores. Where kernels
-    compute the losses, the scores are the raw logits, and `lse` that of logits / temperature. `Student.observe` is such
-    a function. `labels` and `mask` are best on the CPU: the rows are then chosen without waiting for a GPU; so
-    are the row numbers that `observe` gets. `finite`: as in `VocabParallelHead`. Raises ValueError for a label that is
-    no token id.
+    labels, mask  best on the CPU, so that choosing the rows does not wait for a GPU
+    with_entropy  False: the entropy is 0
+    mask          [N]; where it is 0 the results are 0, and no logits are computed
+    observe       called after each chunk of the forward, with the rows' numbers `[C]`, on the CPU as `labels`, their
+                  `VocabParallelHead.scores` `[C, V/tp]`, which it may overwrite, and log-sum-exp `[C]`. Where kernels
+                  compute the losses, the scores are the raw logits, and the log-sum-exp is that of logits / temperature
+    finite        as in `VocabParallelHead`
     """
     head = VocabParallelHead.of(weight, temperature, tp_group, finite)
     if mask is None:

@@ -52,11 +52,8 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
     for name, tensor in tensors:
         module, attention, _ = name.rpartition(_ATTENTION)
         together = bool(attention) and module == last
-        if (
-            bucket
-            and not together
-            and (gathered_bytes >= limit or gathered_bytes + tensor.nbytes > limit)
-        ):
+        full = gathered_bytes + tensor.nbytes > limit
+        if bucket and full and not together:
             yield bucket
             bucket = []
             gathered_bytes = 0
@@ -224,7 +221,7 @@ class Bucket:
     def together(self, item: Any, act: Act) -> None:
         """Wait until every reader that is not done has come with an item; one of them runs `act` on all items.
 
-        Every reader raises what `act` raises.
+        So one broadcast reaches all engines. Every reader raises what `act` raises.
         """
         with self._changed:
             self._came.append(item)

@@ -86,9 +86,9 @@ def _equal(response: str, label: str) -> float:
     # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use
     # SIGALRM and are switched off, because the trainer limits the time.
     stated = final_answer(label)
-    gold = parse(
-        stated if "$" in stated or "\\boxed" in stated else f"${stated}$", parsing_timeout=None
-    )
+    if "$" not in stated and "\\boxed" not in stated:
+        stated = f"${stated}$"
+    gold = parse(stated, parsing_timeout=None)
     if not gold:
         raise ValueError(f"label {label!r} is no mathematical expression")
     answer = parse(final_answer(response) if "####" in response else response, parsing_timeout=None)

@@ -96,7 +96,7 @@ def _stage(
 ) -> Stage:
     parallel = config.parallel
     last = stage == parallel.pipeline - 1
-    with _alone(config, world, rank=stage * world // parallel.pipeline):
+    with _fake_rank(config, world, rank=stage * world // parallel.pipeline):
         trainer = Trainer(config, hf_config)
         measured = measure_micro_batch(trainer) if activations else None
         policy = _count(trainer.table, trainer.policy, trainer.model_config)
@@ -155,7 +155,7 @@ def _of_all_ranks(sizes: Counter[str], parallel: ParallelConfig) -> int:
 
 
 @contextmanager
-def _alone(config: Config, world: int, rank: int) -> Iterator[None]:
+def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
     """Make this process one rank of a fake job of `world` ranks, whose trainer has neither values nor optimizers.
 
     The process must have no other process group, and CUDA_VISIBLE_DEVICES must have been empty when it imported torch.

@@ -304,6 +304,9 @@ class Trainer:
         """Return what must be equal between a checkpoint and the run that resumes from it."""
         parallel = self.config.parallel
         drafter = self.config.drafter
+        kind: str | bool = drafter.train  # True: an MTP layer
+        if drafter.train and drafter.kind != "mtp":
+            kind = drafter.kind
         layout: dict[str, Any] = {}
         if drafter.train and DRAFTER in self.hf_config and self._words is not None:
             layout["eagle3"] = eagle3_identity(self.hf_config, self._words)
@@ -314,7 +317,7 @@ class Trainer:
             "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
             "distributed": bool(self.config.optimizer.distributed),
             "dtype": self.config.model.dtype,
-            "drafter": drafter.kind if drafter.train and drafter.kind != "mtp" else drafter.train,
+            "drafter": kind,
         }
 
     def run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:

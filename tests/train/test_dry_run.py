@@ -176,7 +176,7 @@ def places(layout):
     cfg = config(parallel=layout)
     found = []
     for rank in range(16):
-        with stages._alone(cfg, 16, rank):
+        with stages._fake_rank(cfg, 16, rank):
             found.append(
                 {
                     "tensor": ps.get_tensor_model_parallel_rank(),

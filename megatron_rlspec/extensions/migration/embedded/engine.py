@@ -32,7 +32,8 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.reserved: dict[str, int] = {}
-        self._newcomers: Sequence[ActiveRequest] = ()  # of the step that runs, and its `land`
+        # arguments of the `step` that runs
+        self._newcomers: Sequence[ActiveRequest] = ()
         self._land: Land | None = None
         super().__init__(*arguments, **options)
 
@@ -102,13 +103,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
                     accept = length / (run.rounds + 1)
                     running.append(RunningSample(run.request.id, prompt, prompt + length, accept))
             waiting = len(self.waiting) + len(self.running) - len(running)
-            return Load(
-                name,
-                tuple(running),
-                waiting,
-                self.cache.left,
-                self.version,
-            )
+            return Load(name, tuple(running), waiting, self.cache.left, self.version)
 
     def _round(self, runs: list[ActiveRequest], drafts: bool = True) -> None:
         """Run one round. Samples that land draft while their target's keys still travel, and are verified with all."""
