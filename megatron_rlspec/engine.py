@@ -57,6 +57,7 @@ class EngineDescription(TypedDict):
     eagle3            of an EAGLE-3 drafter: `taps`, the layers of the target whose inputs it reads, and `words`, the
                       fingerprint of the tokens that it drafts from; {} or absent without one
     held              why speculation is held off; "" if it is not
+    even              why all requests of a round verify as many drafts; "" if a rule may choose them (`spec.ragged`)
     unnamed           why pushes are checked by what the models' loaders were given, and not by what the engine holds;
                       "" if not
     rule              what chooses among `configs`, in words; "" if nothing does
@@ -78,6 +79,7 @@ class EngineDescription(TypedDict):
     sharpness: float
     eagle3: NotRequired[dict[str, Any]]
     held: str
+    even: NotRequired[str]
     unnamed: str
     rule: NotRequired[str]
     kernels: NotRequired[str]

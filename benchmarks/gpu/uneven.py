@@ -24,7 +24,7 @@ from megatron_rlspec.types import OFF, RoundStats, SpecSchedule
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
     engine = serving.attached(folder)["uneven"]
-    if even := engine.describe()["even"]:
+    if even := engine.describe().get("even"):
         raise RuntimeError(f"the engine's rounds are even: {even}")
     _texts(plan, figures, engine)
     for requests, context in plan.uneven_points:

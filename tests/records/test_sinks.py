@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from megatron_rlspec.types import Prompt, Sample
 TOKENS = np.arange(4)
 SAMPLE = Sample("r0", Prompt(0, TOKENS[:2], text="1+1="), TOKENS, np.ones(4, np.float32), np.zeros(4, np.float32))
 ROW = {"step": 0, "prompt": "1+1=", "response": "2", "label": "2", "reward": 1.0, "status": "finished"}
+TEXTS = {name: str(value) for name, value in ROW.items()}
 
 
 def log(names):
@@ -60,6 +62,38 @@ def test_trackers_hold_records_and_samples_and_go_on_after_a_resume(package, tmp
         rows = SQLiteStorage.get_logs("megatron_rlspec", run.name, run_id=run.id)
         assert [row["rollout/reward"] for row in rows if "rollout/reward" in row] == [0.5, 2.5]
         assert sum("samples" in row for row in rows) == 2
+
+
+STAND_IN = """
+calls = []
+Error = type("Error", (Exception,), {})
+Table = lambda columns, data: [dict(zip(columns, row)) for row in data]
+class Run:
+    def log(self, values, step): calls.append((step, values))
+    def finish(self): calls.append("finish")
+def init(**settings):
+    calls.append(settings)
+    return Run()
+"""
+
+
+@pytest.mark.parametrize(("package", "key"), [("wandb", "id"), ("trackio", "name")])
+def test_a_tracker_is_told_which_run_goes_on(package, key, tmp_path, monkeypatch):
+    """By a stand-in, as the tests' environment lacks the packages: what we tell them, and not what they make of it."""
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(package, None))
+    exec(STAND_IN, vars(module))
+    monkeypatch.setitem(sys.modules, package, module)
+    starts = []
+    for folder, first in ((tmp_path, 0), (tmp_path, 2), (tmp_path, 0), (tmp_path / tmp_path.name, 0)):
+        [sink] = sinks.open_sinks(log(package), {"train": {"steps": 4}}, folder, first)
+        sink.write(first, {"rollout/reward": 0.5})
+        sink.samples(first, [ROW])
+        sink.close()
+        settings, *calls = module.calls[-4:]
+        assert calls == [(first, {"rollout/reward": 0.5}), (first, {"samples": [TEXTS]}), "finish"]
+        assert settings["config"] == {"train": {"steps": 4}} and settings["resume"] == "allow"
+        starts.append(settings[key])
+    assert starts[0] == starts[1] and len(set(starts)) == 3
 
 
 def test_a_missing_package_is_one_line(tmp_path, monkeypatch):

@@ -737,11 +737,12 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
 
 
 @pytest.mark.lossless
-def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
+@pytest.mark.parametrize("name", ["adaptive", pytest.param("unkeyed", marks=pytest.mark.slow)])
+def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine], name: str) -> None:
     """The round that an abort waits for can hold a stop token, and tokens after it; then the sample has ended."""
     stops = (2, *range(3, 160, 8))  # 2 ends every text
     sampling = Sampling(max_new_tokens=400, stop_token_ids=stops)
-    engine = engines["adaptive"]
+    engine = engines[name]
     samples: list[Sample] = []
     for seed in range(9300, 9800, 100):  # on a busy machine all may end before the first one is asked to leave
         asked = fresh(32, f"ends{seed}", seed)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import CALLS
+from megatron_rlspec.extensions.migration.embedded.member import RankCommand
 from megatron_rlspec.host import ports
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.round_log import Round
@@ -68,10 +69,10 @@ class LedEngine:
 
     def _tell(self, name: str, *arguments: Any) -> None:
         """Have the others call a method of their engines."""
+        command = wire.encode(RankCommand(call=name, arguments=wire.encode(arguments)))
         for rank, pipe in enumerate(self._followers, 1):
             try:
-                pipe.send_bytes(name.encode())
-                pipe.send_bytes(wire.encode(arguments))
+                pipe.send_bytes(command)
             except OSError:
                 raise EngineError(f"embedded engine: the process of rank {rank} ended") from None
 
@@ -113,9 +114,9 @@ def _follow(
     engine = _join(make, rank, size, meeting)
     while True:
         try:
-            name = pipe.recv_bytes().decode()
-            arguments = wire.decode(pipe.recv_bytes(), CALLS[name])
+            command = wire.decode(pipe.recv_bytes(), RankCommand)
         except EOFError:
             break
-        getattr(engine, name)(*arguments)
+        arguments = wire.decode(command.arguments, CALLS[command.call])
+        getattr(engine, command.call)(*arguments)
     dist.destroy_process_group()
