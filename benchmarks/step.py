@@ -109,9 +109,9 @@ def watch(pid: int, peaks: dict[str, int]) -> None:
                 line = " ".join(process.cmdline())
                 memory = process.memory_info()
                 name = "other"
-                if "megatron_rlspec.cli" in line:
+                if "megatron_rlspec.cli" in line and " serve " not in line:
                     name = "trainer"
-                elif "sglang" in line:
+                elif "sglang" in line or " serve " in line:
                     name = "engine"
                 now[name] = now.get(name, 0) + memory.rss
             except psutil.Error:

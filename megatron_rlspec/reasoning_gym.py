@@ -19,14 +19,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+from megatron_rlspec.files import FileError
 from megatron_rlspec.texts import first_line
 
 PREFIX = "reasoning_gym:"
 KEY = "reasoning_gym"  # in a prompt's metadata
-
-
-class TaskError(ValueError):
-    """A source cannot be used. The message is one line."""
 
 
 def is_source(path: str) -> bool:
@@ -37,7 +34,7 @@ def is_source(path: str) -> bool:
 def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, row) of every question: prompt, label and metadata.
 
-    Raises TaskError for an unknown task or option, for a task whose questions cannot be made again from their
+    Raises FileError for an unknown task or option, for a task whose questions cannot be made again from their
     index, and if the package is not installed.
     """
     task, options = _parse(path)
@@ -48,9 +45,9 @@ def rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             entry = dataset[index]
             reward = dataset.score_answer(entry["answer"], dataset[index]) if index == 0 else 1.0
         except Exception as error:  # a task's own code can raise any error
-            raise TaskError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
+            raise FileError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
         if entry["answer"] is None or reward != 1.0:
-            raise TaskError(
+            raise FileError(
                 f"{where}: the task has no answer of its own that its score accepts (reward {reward:g}); "
                 "expected a task whose own answers score 1"
             )
@@ -68,13 +65,13 @@ def score(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -
     """Return the task's own score of a response, from 0 to 1.
 
     The answer is what stands between the last <answer> and </answer>; without them it is the whole response.
-    Raises TaskError for a prompt that comes from no task.
+    Raises ValueError for a prompt that comes from no task.
     """
     from reasoning_gym.utils import extract_answer
 
     question = metadata.get(KEY)
     if question is None:
-        raise TaskError(
+        raise ValueError(
             f"the prompt's metadata has no {KEY!r}; expected prompts of data.path={PREFIX}TASK"
         )
     dataset, entry = _question(question["task"], json.dumps(question["options"]), question["index"])
@@ -100,7 +97,7 @@ def _parse(path: str) -> tuple[str, dict[str, Any]]:
     try:
         given = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
-        raise TaskError(f"{path}: expected options as ?NAME=VALUE&NAME=VALUE") from None
+        raise FileError(f"{path}: expected options as ?NAME=VALUE&NAME=VALUE") from None
     for name, value in given:
         try:
             options[name] = json.loads(value)
@@ -109,15 +106,15 @@ def _parse(path: str) -> tuple[str, dict[str, Any]]:
     for name, least in (("size", 1), ("seed", 0), ("level", 0)):
         value = options.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise TaskError(f"{path}: {name}={value}, expected an integer from {least} on")
+            raise FileError(f"{path}: {name}={value}, expected an integer from {least} on")
     return task, options
 
 
 def _dataset(path: str, task: str, options: Mapping[str, Any]) -> Any:
-    """Return the task's dataset. Raises TaskError."""
+    """Return the task's dataset. Raises FileError."""
     datasets = _registered(path)[0]
     if task not in datasets:
-        raise TaskError(
+        raise FileError(
             f"{path}: reasoning_gym has no task {task!r}; it has {', '.join(sorted(datasets))}"
         )
     made, config = datasets[task]
@@ -131,17 +128,17 @@ def _dataset(path: str, task: str, options: Mapping[str, Any]) -> Any:
             settings = curriculum.generate_configuration(given)
         settings.validate()
         return made(config=settings)
-    except TaskError:
+    except FileError:
         raise
     except (TypeError, ValueError, AssertionError) as error:
         known = ", ".join(["level", *config.__dataclass_fields__])
-        raise TaskError(f"{path}: {first_line(error)}; the options of {task} are {known}") from None
+        raise FileError(f"{path}: {first_line(error)}; the options of {task} are {known}") from None
 
 
 def _curriculum(path: str, task: str) -> Any:
     curricula = _registered(path)[1]
     if task not in curricula:
-        raise TaskError(f"{path}: {task!r} has no curriculum, so it has no levels")
+        raise FileError(f"{path}: {task!r} has no curriculum, so it has no levels")
     return curricula[task]()
 
 
@@ -152,7 +149,7 @@ def _registered(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
         import reasoning_gym  # noqa: F401  the import fills the tables
     except ModuleNotFoundError as error:
-        raise TaskError(
-            f"{path}: the package {error.name} is not installed; `pip install megatron_rlspec[tasks]` installs it"
+        raise FileError(
+            f"{path}: the package {error.name} is not installed here: pip install 'megatron_rlspec[tasks]'"
         ) from None
     return DATASETS, CURRICULA

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -159,3 +160,11 @@ def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
     assert "megatron-core: not installed; pip install 'megatron_rlspec[train]'" in done.stdout  # the doctor's
     missing = subprocess.run([python.with_name("rlspec"), "convert", "a", "b"], capture_output=True, text=True)
     assert missing.returncode == 2 and "megatron_rlspec[train]" in missing.stderr
+
+
+def test_install_hints_are_quoted():
+    """A shell such as zsh takes bare brackets for a pattern of file names."""
+    hints = []
+    for path in (ROOT / "megatron_rlspec").rglob("*.py"):
+        hints += re.findall(r".megatron_rlspec\[", path.read_text())
+    assert hints and {hint[0] for hint in hints} == {"'"}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 import time
 from collections.abc import Sequence
 
 from megatron_rlspec import arguments, files
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.convert import Conversion, convert, plan
 from megatron_rlspec.conversion.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.conversion.gguf_file import DTYPES
@@ -16,10 +16,8 @@ from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
 from megatron_rlspec.run import identity
-from megatron_rlspec.texts import printable
 
 TOLD_EVERY = 10.0  # seconds between lines about progress
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def parser() -> arguments.Parser:
@@ -88,44 +86,43 @@ def parser() -> arguments.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 2 for what was asked wrongly or cannot be read or written, 1 for a full disk."""
+    """Convert. Raises ConfigError for what was asked wrongly or cannot be read, and OSError for a full disk."""
     options = parser().parse_args(argv)
     try:
         options.source = hub.local(str(options.source))
         if options.add_eagle3:
-            return _add_eagle3(options)
-        work = plan(
-            options.source,
-            options.target,
-            to=options.to,
-            hf=options.hf,
-            add_mtp=options.add_mtp,
-            drop_mtp=options.drop_mtp,
-            spec=options.spec,
-            dtype=options.dtype or "",
-        )
-        if is_run_checkpoint(work.source):
-            _check_model(work)
-        _convert_visibly(work, options.quiet)
-        if not options.quiet:
-            form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
-            fresh = " with a fresh drafter" if work.fresh_drafter else ""
-            print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
-            if work.eagle3 is not None:
-                print(f"written: {work.eagle3.target}, its EAGLE-3 drafter")
-    except ValueError as error:  # CheckpointError and FileError among them
-        print(f"rlspec convert: {printable(str(error))}", file=sys.stderr)
-        return 2
+            _add_eagle3(options)
+        else:
+            _convert(options)
+    except ValueError as error:  # most checks of models raise it as it is
+        raise ConfigError(str(error)) from None
     except OSError as error:
-        print(
-            f"rlspec convert: {error.filename or options.target}: {files.reason(error)}",
-            file=sys.stderr,
-        )
-        return 1 if error.errno in DISK_FULL else 2
-    except KeyboardInterrupt:
-        print("rlspec convert: interrupted", file=sys.stderr)
-        return 130
+        error.filename = error.filename or options.target  # a write to a full disk names no file
+        raise
     return 0
+
+
+def _convert(options: argparse.Namespace) -> None:
+    work = plan(
+        options.source,
+        options.target,
+        to=options.to,
+        hf=options.hf,
+        add_mtp=options.add_mtp,
+        drop_mtp=options.drop_mtp,
+        spec=options.spec,
+        dtype=options.dtype or "",
+    )
+    if is_run_checkpoint(work.source):
+        _check_model(work)
+    _convert_visibly(work, options.quiet)
+    if options.quiet:
+        return
+    form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
+    fresh = " with a fresh drafter" if work.fresh_drafter else ""
+    print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
+    if work.eagle3 is not None:
+        print(f"written: {work.eagle3.target}, its EAGLE-3 drafter")
 
 
 def _check_model(work: Conversion) -> None:
@@ -140,7 +137,7 @@ def _check_model(work: Conversion) -> None:
         )
 
 
-def _add_eagle3(options: argparse.Namespace) -> int:
+def _add_eagle3(options: argparse.Namespace) -> None:
     config = make_drafter(options.source, options.target, options.draft_vocabulary)
     if not options.quiet:
         outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
@@ -148,7 +145,6 @@ def _add_eagle3(options: argparse.Namespace) -> int:
             f"written: {options.target}, a fresh EAGLE-3 drafter of {options.source}, which drafts from "
             f"{config['draft_vocab_size']:,} words and reads the outputs of layers {', '.join(map(str, outputs))}"
         )
-    return 0
 
 
 def _convert_visibly(work: Conversion, quiet: bool) -> None:

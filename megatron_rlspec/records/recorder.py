@@ -30,12 +30,6 @@ READ_MOST = 1 << 31  # bytes of a file of records
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
-class RecordError(ValueError):
-    """Records of a run cannot be read. The message is one line, with file and line number."""
-
-    exit_code = 2
-
-
 class Recorder:
     """Writes the records of a run in `run_dir`: `docs/runs.md` lists the files.
 
@@ -190,7 +184,7 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
 
 
 def _keep_before(path: Path, step: int) -> None:
-    """Drop the lines of `step` and later. Raises RecordError."""
+    """Drop the lines of `step` and later. Raises FileError."""
     if not path.exists():
         return
     lines = []
@@ -213,24 +207,21 @@ def _drop_torn_line(path: Path) -> None:
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """Return the records of a JSONL file; none without a file.
 
-    An unfinished last line, which a killed run can leave, is dropped. Raises RecordError.
+    An unfinished last line, which a killed run can leave, is dropped. Raises FileError.
     """
     path = Path(path)
     if not path.exists():
         return []
-    try:
-        lines = files.read_text(path, READ_MOST).split("\n")
-    except files.FileError as error:
-        raise RecordError(str(error)) from None
+    lines = files.read_text(path, READ_MOST).split("\n")
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
             record = files.parse_json(line, f"{path}:{number}")
-        except files.FileError as error:
+        except files.FileError:
             if number == len(lines):
                 break  # empty after the last newline, or unfinished
-            raise RecordError(str(error)) from None
+            raise
         if not isinstance(record, dict):
-            raise RecordError(f"{path}:{number}: not a JSON object")
+            raise files.FileError(f"{path}:{number}: not a JSON object")
         records.append(record)
     return records

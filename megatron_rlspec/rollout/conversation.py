@@ -37,10 +37,6 @@ LONGEST_TOKEN = 1024  # characters; no tokenizer has a longer one
 LOOK_SECONDS = 1.0  # between two looks at how long functions have run
 
 
-class _Ended(Unwound):
-    """The conversation cannot go on."""
-
-
 class Conversation:
     """One sample while it is drawn. `reply` and `append` raise RuntimeError beside a reply in another thread.
 
@@ -126,7 +122,7 @@ class Conversation:
         self._status = drawn.status
         self.finished = drawn.status == "finished"
         if drawn.status == "aborted":
-            raise _Ended
+            raise Unwound
         return str(self.tokenizer.decode(drawn.response, skip_special_tokens=True))
 
     def _seed(self) -> int:
@@ -292,7 +288,7 @@ class Conversations:
         self._open[number] = conversation
         try:
             if self._failure is not None:
-                raise _Ended
+                raise Unwound
             reward = self._function(conversation)
             if conversation.since is None:
                 raise FunctionError(
@@ -308,7 +304,7 @@ class Conversations:
                 )
             conversation.since = None
             on_sample(sample)
-        except _Ended:
+        except Unwound:
             return conversation.sample()
         except BaseException as error:
             # of `on_sample` or an engine, or what `custom.load` made of the function's own
@@ -368,4 +364,4 @@ class Conversations:
             self._fail(error)
         finally:
             del self.running[request.id]
-        raise _Ended
+        raise Unwound

@@ -117,9 +117,7 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
         check_ids(rows.held_out, hf_config["vocab_size"])
     elif generates:
         taken = config.rollout.prompts_per_step
-        rows = Prompts(
-            config.data.path, config.data, tokenizer, config.longest_prompt, seed, taken
-        )
+        rows = Prompts(config.data.path, config.data, tokenizer, config.longest_prompt, seed, taken)
     if rows is not None:
         check_ids(rows.rows, hf_config["vocab_size"])
     if generates:

@@ -28,14 +28,11 @@ def read_rows(source: str | Path) -> Rows:
     source  files, separated by commas, or patterns of their names; NAME?OPTION=VALUE of a data set on the Hub, with the
             options of `datasets.load_dataset`; or an environment's
 
-    Raises DataError.
+    Raises DataError, and FileError for what is no JSON and for an environment that cannot be used.
     """
     source = str(source)
     if environments.is_source(source):
-        try:
-            yield from environments.rows(source)
-        except environments.TaskError as error:
-            raise DataError(str(error)) from None
+        yield from environments.rows(source)
         return
     for file in _files(source):
         reader = None if "?" in file else READERS.get(Path(file).suffix)
@@ -88,15 +85,13 @@ def _jsonl_rows(path: Path) -> Rows:
 
 
 def json_row(where: str, line: bytes) -> dict[str, Any]:
-    """Parse one row of JSONL. Raises DataError, which begins with `where`."""
+    """Parse one row of JSONL. Raises DataError or FileError, which begin with `where`."""
     try:
         row = files.parse_json(line.decode(), where)
     except UnicodeDecodeError as error:
         raise DataError(
             f"{where}: not valid JSON: not UTF-8 at byte {error.start} of the line"
         ) from None
-    except files.FileError as error:
-        raise DataError(str(error)) from None
     return _object(where, row)
 
 
@@ -113,11 +108,7 @@ def _json_rows(path: Path) -> Rows:
     if not begin.startswith(b"["):
         yield from _jsonl_rows(path)
         return
-    try:
-        rows = files.read_json(path, MOST_BYTES)
-    except files.FileError as error:
-        raise DataError(str(error)) from None
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(files.read_json(path, MOST_BYTES), 1):
         where = f"{path}: row {number}"
         yield where, _object(where, row)
 

@@ -22,7 +22,6 @@ from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.models.hf_files import CheckpointError, write_hf
 from megatron_rlspec.records import recorder
 from megatron_rlspec.rollout.sglang.http import serve
-from megatron_rlspec.rollout.sglang.http.checks import ServeError
 from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.tasks import data
 
@@ -114,7 +113,7 @@ def serving(text: str) -> Act:
     def act(place: Place) -> None:
         place.file("config.json", '{"torch_dtype": "float32"}')
         given = ["--model", str(place.here), "--port", str(free_port(ENGINES)), *text.split()]
-        serve._serve(*serve.parser().parse_known_args(given))
+        serve.main(given)
 
     return act
 
@@ -122,7 +121,7 @@ def serving(text: str) -> Act:
 def port_taken(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             serving(f"--port {port}")(place)
         serving(f"--port {port}")(place)
 
@@ -132,13 +131,13 @@ SERVE = [
     ("--device cpu --disaggregation-mode prefill", "--disaggregation-mode", "--spec off"),
     ("--device cpu --draft-vocabulary 9 --tp 2", "--draft-vocabulary 9", "a multiple of 2"),
 ]
-ROWS += [(f"serve {text}", ServeError, serving(text), parts) for text, *parts in SERVE]
+ROWS += [(f"serve {text}", ConfigError, serving(text), parts) for text, *parts in SERVE]
 if not torch.cuda.is_available():
-    ROWS.append(("serve on a GPU", ServeError, serving("--device cuda"), ("--device cuda", "no CUDA device")))
+    ROWS.append(("serve on a GPU", ConfigError, serving("--device cuda"), ("--device cuda", "no CUDA device")))
 
 
 ROWS += [
-    ("serve port taken", ServeError, port_taken, ("cannot listen on 127.0.0.1:", "Address already in use")),
+    ("serve port taken", ConfigError, port_taken, ("cannot listen on 127.0.0.1:", "Address already in use")),
 ]
 
 
@@ -158,7 +157,7 @@ def test_one_line_names_mistake_and_place(error, act, parts, tmp_path, tokenizer
 def test_a_command_line_ends_in_one_line_and_2(tmp_path):
     """In a process of its own: the tables of `tests/malformed` run in the tests' process."""
     ended = forked.run_module("megatron_rlspec.cli", ["serve", "--model", "no"], folder=tmp_path)
-    assert ended.returncode == 2 and ended.stderr.startswith("rlspec serve: --model no: no config.json"), ended.stderr
+    assert ended.returncode == 2 and ended.stderr.startswith("rlspec: --model no: no config.json"), ended.stderr
     assert ended.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,5 @@
 """Conversion: exact round trips, resumption, fresh drafters, and Megatron's own loader on the other side."""
 
-import contextlib
-import io
 import json
 import os
 import shutil
@@ -15,6 +13,7 @@ from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec import files
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf, write_hf
@@ -74,9 +73,7 @@ def test_a_checkpoint_of_a_run_is_read_by_the_specs_of_its_ranks(tmp_path, spec)
     assert same(tensors, tmp_path / "out")
 
 
-def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_began_with(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_began_with(tmp_path, monkeypatch):
     """The run's config.json can name that model by a relative path, and another directory can have this name here."""
     config, tensors = hf_directory(tmp_path)
     step = tmp_path / "run/checkpoints/step-000001"
@@ -91,8 +88,8 @@ def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_
     shutil.copytree(tmp_path / "hf", tmp_path / "elsewhere/hf")
     (tmp_path / "elsewhere/hf/config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert main([str(step), "out", "--quiet"]) == 2
-    assert "hf: another content of model.path than the run began with" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="hf: another content of model.path than the run began with"):
+        main([str(step), "out", "--quiet"])
     assert main([str(step), "out", "--quiet", "--hf", str(tmp_path / "hf")]) == 0
     monkeypatch.chdir(tmp_path)
     assert main([str(step), "out", "--quiet"]) == 0
@@ -221,18 +218,11 @@ def test_a_fresh_drafter_with_experts_takes_the_first_layer_that_has_them(tmp_pa
     assert torch.equal(lazy["model.layers.4.shared_head.head.weight"], own["lm_head.weight"])
 
 
-def run(*arguments):
-    """Run the command; return its exit status and what it printed."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-        code = main(arguments)
-    return code, text.getvalue()
-
-
-def test_a_megatron_checkpoint_without_config_json_is_read_with_another_one(tmp_path, capsys):
+def test_a_megatron_checkpoint_without_config_json_is_read_with_another_one(tmp_path):
     hf_directory(tmp_path)
     convert(plan(tmp_path / "hf", tmp_path / "megatron"))
     (tmp_path / "megatron/release/config.json").unlink()
     command = [str(tmp_path / "megatron"), str(tmp_path / "x"), "--quiet"]
-    assert main(command) == 2 and "config.json: No such file" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="config.json: No such file"):
+        main(command)
     assert main([*command, "--hf", str(tmp_path / "hf")]) == 0

@@ -7,7 +7,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from test_pushed_families import checkpoint, config_of
 
+from megatron_rlspec import cli
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.models.config import check_config
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.tasks.data import load_tokenizer
@@ -144,12 +146,12 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
         else:
             write(path, config, tensors, **made)
         capsys.readouterr()
-        assert main([str(path), str(tmp_path / "out"), "--quiet"]) == 2
+        assert cli.run(lambda path=path: main([str(path), str(tmp_path / "out"), "--quiet"])) == 2
         error = capsys.readouterr().err
         assert expected[name] in error and name in error and error.count("\n") == 1, error
         assert not (tmp_path / "out").exists()
-    assert main([str(tmp_path / "names"), str(tmp_path / "out"), "--dtype", "float32"]) == 2
-    assert "is no GGUF file" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is no GGUF file"):
+        main([str(tmp_path / "names"), str(tmp_path / "out"), "--dtype", "float32"])
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +162,9 @@ def small(tmp_path_factory):
 
 def refused(path, capsys) -> str:
     capsys.readouterr()
-    assert main([str(path), str(path.parent / "out"), "--quiet"]) == 2
+    assert cli.run(lambda: main([str(path), str(path.parent / "out"), "--quiet"])) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"rlspec convert: {path}: ") or f"of {path}: " in error, error
+    assert error.startswith(f"rlspec: {path}: ") or f"of {path}: " in error, error
     assert error.count("\n") == 1 and not (path.parent / "out").exists()
     return error
 

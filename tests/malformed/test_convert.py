@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import Case, check, ids, model_files, write_model
 
+from megatron_rlspec import cli
 from megatron_rlspec.commands import convert as command
 from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.convert import convert, plan
@@ -200,11 +201,11 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capfd):
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        code = command.main(argv)
+        code = cli.run(lambda: command.main(argv))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, previous)
     told = capfd.readouterr().err
-    assert code in (1, 2) and told.startswith("rlspec convert: ") and told.count("\n") == 1, told
+    assert code in (1, 2) and told.startswith("rlspec: ") and told.count("\n") == 1, told
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert command.main(argv) == 0 and (tmp_path / "out/release/config.json").exists()

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_rlspec.records.recorder import Recorder, RecordError, pieces, read_records
+from megatron_rlspec.files import FileError
+from megatron_rlspec.records.recorder import Recorder, pieces, read_records
 from megatron_rlspec.types import Prompt, Sample
 
 
@@ -36,7 +37,7 @@ def test_a_resume_drops_later_steps_and_torn_lines(tmp_path):
 
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-    with pytest.raises(RecordError, match=r"m.jsonl:2: not valid JSON"):
+    with pytest.raises(FileError, match=r"m.jsonl:2: not valid JSON"):
         read_records(tmp_path / "m.jsonl")
 
 

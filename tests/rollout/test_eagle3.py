@@ -94,9 +94,7 @@ def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):
     options, _ = serve.parser().parse_known_args(
         ["--model", str(model), "--draft-model", str(path), "--verifier", "rejection"]
     )
-    with pytest.raises(
-        checks.ServeError, match="drafts from 120 of 160 words, and SGLang's rejection sampling needs all"
-    ):
+    with pytest.raises(ConfigError, match="drafts from 120 of 160 words, and SGLang's rejection sampling needs all"):
         checks._check_model(options)
 
 

@@ -200,7 +200,7 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tm
 def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(tmp_path: Path) -> None:
     """Its launcher may have been killed."""
     directory = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=tmp_path))
-    command = [sys.executable, "-m", "megatron_rlspec.rollout.sglang.http.serve", "--model", "none"]
+    command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", "none"]
     environment = {**os.environ, "TMPDIR": str(directory)}
     asked = [*command, "--port", "32103", f"--stop-with-parent={os.getpid()}"]
     refused = subprocess.run(asked, capture_output=True, text=True, env=environment)

@@ -34,12 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(folder: Path, *more: str) -> tuple[list[str], str]:
-    """Return SGLang's arguments and the plugin's settings. Raises ServeError."""
+    """Return SGLang's arguments and the plugin's settings. Raises ConfigError."""
     kept = mock.patch.dict(os.environ, {})
     inert = mock.patch.multiple(serve, _install_stand_ins=mock.DEFAULT, _launch=mock.DEFAULT)
     with kept, inert as calls:
-        options, rest = serve.parser().parse_known_args(["--model", str(folder / "mimo"), "--device", "cpu", *more])
-        serve._serve(options, rest)
+        serve.main(["--model", str(folder / "mimo"), "--device", "cpu", *more])
         _, _, arguments = calls["_launch"].call_args.args
         slots = [Path(text.partition("=")[2]).read_text() for text in arguments if "adaptive-config" in text]
         return [*arguments, *slots], os.environ["RLSPEC_SGLANG"]
@@ -77,7 +76,7 @@ def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: 
     assert "--mem-fraction-static 0.8" in words and "--sampling-backend=pytorch" in words
     assert "--speculative-adaptive-config=rlspec-adaptive.json" in words
     assert 0 in json.loads((tmp_path / "rlspec-adaptive.json").read_text())["1"]["candidate_steps"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="--print --device cpu: SGLang's own server needs a GPU for drafts"):
         serve.main(["--model", str(folder / "mimo"), "--print", "--device", "cpu"])
 
 
@@ -106,7 +105,7 @@ def test_for_a_project_its_own_settings_are_printed(folder: Path, project: str, 
     }
     assert expected[project] <= set(words)
     assert ("python -m sglang.launch_server" in printed) == (project == "areal")
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="--mem-fraction-static"):
         serve.main(["--model", str(folder / "mimo"), "--for", "verl", "--mem-fraction-static", "0.8"])
 
 
@@ -122,13 +121,13 @@ START_OF = {"verl": ("+", "actor_"), "areal": ("AREAL_",), "miles": ("--sglang-"
     ],
 )
 def test_an_option_without_effect_is_refused(given: list[str], useless: list[str], folder: Path) -> None:
-    with pytest.raises(serve.ServeError, match=f"{useless[0]} has no effect with {' '.join(given)}"):
+    with pytest.raises(ConfigError, match=f"{useless[0]} has no effect with {' '.join(given)}"):
         started(folder, *given, *useless)
 
 
 def test_a_cost_table_of_other_configurations_is_refused(folder: Path) -> None:
     table = str(folder / "costs.json")
-    with pytest.raises(serve.ServeError, match=f"{table}: cost table holds none of k4; it holds off, k1, k2, k3, k5"):
+    with pytest.raises(ConfigError, match=f"{table}: cost table holds none of k4; it holds off, k1, k2, k3, k5"):
         started(folder, "--cost-table", table, "--candidate-steps", "4", "--num-steps", "4")
 
 
@@ -149,7 +148,7 @@ def test_the_address_of_an_engine_can_be_asked() -> None:
 def test_sglang_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SGLang's package for GPUs on a machine without a driver, which says twenty lines."""
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints", None)
-    with pytest.raises(serve.ServeError, match=r"^SGLang cannot be imported: .*setup_cpu\.sh\)$") as refused:
+    with pytest.raises(ConfigError, match=r"^SGLang cannot be imported: .*setup_cpu\.sh\)$") as refused:
         serve._launch(serve.parser().parse_args(["--model", "x"]), "cpu", [])
     assert "\n" not in str(refused.value)
 
@@ -158,7 +157,7 @@ def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) ->
     """A driver that is too old for torch's CUDA: NVML counts the GPUs, and CUDA has none."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(serve.ServeError, match="cannot use the GPUs .* --device cpu"):
+    with pytest.raises(ConfigError, match="cannot use the GPUs .* --device cpu"):
         serve._device("auto")
     assert serve._device("cpu") == "cpu"
     with pytest.raises(ConfigError, match="cannot use the 8 GPUs of this machine; `rlspec doctor --gpu` says why"):

@@ -63,7 +63,8 @@ def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes of ranks, in order."""
     found = {}
     for process in processes:
-        if "megatron_rlspec.cli" in process.cmdline() and "RANK" in process.environ():
+        command = process.cmdline()
+        if "megatron_rlspec.cli" in command and "serve" not in command and "RANK" in process.environ():
             found[int(process.environ()["RANK"])] = process
     return [found[rank] for rank in sorted(found)]
 

@@ -79,7 +79,7 @@ def test_the_only_engine_is_restarted_and_the_run_continues(start, tmp_path, mon
 
 def engines(process: subprocess.Popen) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children()
-    return [child for child in children if "megatron_rlspec.rollout.sglang.http.serve" in child.cmdline()]
+    return [child for child in children if "serve" in child.cmdline()]
 
 
 def during_rollout(run_dir: Path, step: int, process: subprocess.Popen) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config import RewardConfig
+from megatron_rlspec.files import FileError
 from megatron_rlspec.tasks import data
 from megatron_rlspec.tasks.reward_worker import build
 from megatron_rlspec.tasks.rewards import Scorer, failed
@@ -54,7 +55,7 @@ def test_levels_make_questions_harder():
     ],
 )
 def test_a_source_that_cannot_be_used_is_refused_in_one_line(path, expected):
-    with pytest.raises(data.DataError) as error:
+    with pytest.raises(FileError) as error:
         list(data.read_rows(path))
     assert expected in str(error.value) and "\n" not in str(error.value)
 
@@ -63,5 +64,5 @@ def test_a_prompt_from_a_file_has_no_task_to_score_it():
     sample = Sample("s", Prompt(0, [1]), np.array([1]), [0.0], [0.0])
     with Scorer(RewardConfig(kind="reasoning_gym", workers=1)) as scorer:
         (failure,) = scorer.score([sample])
-    assert failure.startswith("s: TaskError: the prompt's metadata has no 'reasoning_gym'")
+    assert failure.startswith("s: ValueError: the prompt's metadata has no 'reasoning_gym'")
     assert failed(sample)

@@ -60,7 +60,7 @@ def parser() -> arguments.Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page and print its path. Raises RecordError and FileError."""
+    """Write the page and print its path. Raises FileError."""
     command = parser()
     options = command.parse_args(argv)
     directories = options.run_dir

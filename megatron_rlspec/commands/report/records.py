@@ -58,7 +58,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run directory. Raises RecordError and FileError for files that cannot be read."""
+    """Read a run directory. Raises FileError for files that cannot be read."""
     processes = read_records(directory / "process.jsonl")
     return Run(
         name=directory.resolve().name,

@@ -19,10 +19,6 @@ from megatron_rlspec.push.bucket import Memory
 _PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: the engine's GPU may be another one
 
 
-class NotReadableError(ValueError):
-    """The engine cannot read the trainer's memory. The message is one line."""
-
-
 class _Handle(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_ubyte * 64)]
 
@@ -66,7 +62,7 @@ class _Allocation:
 
 
 def copied(handle: str, size: int, device: torch.device) -> Tensor:
-    """Return a copy of a piece's first `size` bytes, uint8. Raises NotReadableError."""
+    """Return a copy of a piece's first `size` bytes, uint8. Raises ValueError."""
     landed = torch.empty(size, dtype=torch.uint8, device=device)
     opened = ctypes.c_uint64()
     asked = _Handle.from_buffer_copy(base64.b64decode(handle))
@@ -76,7 +72,7 @@ def copied(handle: str, size: int, device: torch.device) -> Tensor:
         allocated = ctypes.c_size_t()
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(allocated), opened)
         if size > allocated.value:
-            raise NotReadableError(
+            raise ValueError(
                 f"the tensors have {size} bytes, and the trainer's memory has {allocated.value}"
             )
         stream = torch.cuda.current_stream(device)
@@ -92,7 +88,7 @@ def copied(handle: str, size: int, device: torch.device) -> Tensor:
 def _call(name: str, *arguments: object) -> None:
     code = getattr(_driver(), name)(*arguments)
     if code:
-        raise NotReadableError(
+        raise ValueError(
             f"CUDA's {name} refuses with code {code}; expected a trainer on this machine whose GPU this one can read; "
             "otherwise push with push.transport=http"
         )

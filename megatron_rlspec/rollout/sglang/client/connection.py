@@ -14,20 +14,12 @@ from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.settings import KEY
 
-MALFORMED = (400, 413)  # statuses
+MALFORMED = (400, 413)  # statuses of requests that another engine would refuse, too
 _CONNECT_SECONDS = 10.0
 
 
 class RefusedError(EngineError):
-    """The engine answered that it cannot do this."""
-
-
-class MalformedError(RefusedError, RequestError):
-    """The engine answered that the request is malformed (400), or too large (413). Another engine would, too."""
-
-
-class NotAnEngineError(RefusedError):
-    """The server at this address is not `rlspec serve`."""
+    """The engine, or another kind of server at this address, answered that it cannot do this."""
 
 
 class Connection:
@@ -63,10 +55,10 @@ class Connection:
             raise self.not_an_engine(path, answer)
         return answer[name]
 
-    def not_an_engine(self, path: str, answer: Any) -> NotAnEngineError:
+    def not_an_engine(self, path: str, answer: Any) -> RefusedError:
         text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
-        return NotAnEngineError(
+        return RefusedError(
             f"{self.url}: not an rlspec engine: {path} answered {' '.join(begins.split())!r}"
         )
 
@@ -128,10 +120,10 @@ class Connection:
         except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
             reason = None
         if not isinstance(reason, str):
-            return NotAnEngineError(
+            return RefusedError(
                 f"{self.url}: not an rlspec engine: {path} answered with status {status}"
             )
-        kind = MalformedError if status in MALFORMED else RefusedError
+        kind = RequestError if status in MALFORMED else RefusedError
         return kind(f"{self.url}: {path} refused ({status}): {reason[:500]}")
 
     def _why(self, error: requests.RequestException) -> str:

@@ -11,15 +11,11 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 
-from megatron_rlspec.engine import EngineDescription, EngineError
+from megatron_rlspec.engine import EngineDescription, EngineError, RequestError
 from megatron_rlspec.push.bucket import Memory
 from megatron_rlspec.push.fingerprint import as_delivered
 from megatron_rlspec.push.push import in_buckets
-from megatron_rlspec.rollout.sglang.client.connection import (
-    MALFORMED,
-    Connection,
-    MalformedError,
-)
+from megatron_rlspec.rollout.sglang.client.connection import MALFORMED, Connection
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import known_key
@@ -108,7 +104,7 @@ class SGLangEngine(Connection):
             for line in self.stream("generate", json=body):
                 if "error" in line:
                     place = f"request {line['id']}" if "id" in line else "generate"
-                    kind = MalformedError if line.get("status") in MALFORMED else EngineError
+                    kind = RequestError if line.get("status") in MALFORMED else EngineError
                     raise kind(f"{self.url}: {place}: {line['error']}")
                 try:
                     request = by_id[line["id"]]
@@ -275,7 +271,7 @@ class SGLangEngine(Connection):
         return self._held
 
     def describe(self) -> EngineDescription:
-        """Describe the engine. Raises NotAnEngineError if the server is not `rlspec serve`.
+        """Describe the engine. Raises RefusedError if the server is not `rlspec serve`.
 
         The answer also has `sglang`, its version, `controller`, the class that switches configurations, and
         `nccl_cumem_enable`, the engine's value of NCCL_CUMEM_ENABLE.

@@ -132,7 +132,8 @@ def launch(
     command = [
         sys.executable,
         "-m",
-        "megatron_rlspec.rollout.sglang.http.serve",
+        "megatron_rlspec.cli",
+        "serve",
         "--model",
         str(model),
     ]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.config import SpecSection
+from megatron_rlspec.config import ConfigError, SpecSection
 from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models import hub
@@ -20,18 +20,12 @@ from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 
 
-class ServeError(ValueError):
-    """A user's mistake; the message is one line."""
-
-    exit_code = 2
-
-
 def installed_sglang() -> versions.Sglang0523:
-    """Return the adapter to the installed SGLang. Raises ServeError if none is installed, or none fits."""
+    """Return the adapter to the installed SGLang. Raises ConfigError if none is installed, or none fits."""
     try:
         return versions.installed()
     except ImportError as error:
-        raise ServeError(str(error)) from None
+        raise ConfigError(str(error)) from None
 
 
 def dtype_of(model: str | Path) -> str:
@@ -48,15 +42,12 @@ def dtype_of(model: str | Path) -> str:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check address and model directory, which needs no import of SGLang. Raises ServeError."""
+    """Check address and model directory, which needs no import of SGLang. Raises ConfigError."""
     _check_address(options)
-    try:
-        options.model = hub.local(options.model)
-        options.draft_model = hub.local(options.draft_model)
-    except CheckpointError as error:
-        raise ServeError(str(error)) from None
+    options.model = hub.local(options.model)
+    options.draft_model = hub.local(options.draft_model)
     if not (Path(options.model) / "config.json").is_file():
-        raise ServeError(
+        raise ConfigError(
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
             "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
         )
@@ -87,7 +78,7 @@ def _check_effects(options: argparse.Namespace) -> None:
         useless = dict.fromkeys(defaults, "--spec off")
     for name, because in useless.items():
         if getattr(options, name) != defaults[name]:
-            raise ServeError(f"--{name.replace('_', '-')} has no effect with {because}")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect with {because}")
 
 
 def _check_model(options: argparse.Namespace) -> None:
@@ -97,7 +88,7 @@ def _check_model(options: argparse.Namespace) -> None:
             options.model, "serve", drafter=drafts and not options.draft_model, tokenizer=False
         )
     except CheckpointError as error:
-        raise ServeError(f"--model {options.model}: {error}") from None
+        raise ConfigError(f"--model {options.model}: {error}") from None
     if drafts and options.draft_model:
         _check_drafter(options, config)
 
@@ -105,17 +96,17 @@ def _check_model(options: argparse.Namespace) -> None:
 def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> None:
     given = f"--draft-model {options.draft_model}"
     if options.draft_vocabulary:
-        raise ServeError(
+        raise ConfigError(
             f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary"
         )
     if problem := installed_sglang().without_eagle3(target):
-        raise ServeError(f"{given}: {problem}")
+        raise ConfigError(f"{given}: {problem}")
     try:
         drafter = check_drafter(options.draft_model, target, options.model)
     except CheckpointError as error:
-        raise ServeError(f"{given}: {error}") from None
+        raise ConfigError(f"{given}: {error}") from None
     if options.verifier == "rejection" and drafter.draft_vocab_size < target["vocab_size"]:
-        raise ServeError(
+        raise ConfigError(
             f"{given} drafts from {drafter.draft_vocab_size} of {target['vocab_size']} words, and SGLang's rejection "
             "sampling needs all; expected another --verifier"
         )
@@ -125,13 +116,13 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
 
 def _check_address(options: argparse.Namespace) -> None:
     if not 1 <= options.port <= 65535:
-        raise ServeError(f"--port {options.port}: expected a port from 1 to 65535")
+        raise ConfigError(f"--port {options.port}: expected a port from 1 to 65535")
     if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
-        raise ServeError(
+        raise ConfigError(
             f"the key of --api-key or {KEY} must consist of printable ASCII characters"
         )
     if not is_loopback(options.host) and not options.api_key:
-        raise ServeError(
+        raise ConfigError(
             f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
         )
     with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
@@ -139,6 +130,6 @@ def _check_address(options: argparse.Namespace) -> None:
         try:
             probe.bind((options.host, options.port))
         except OSError as error:
-            raise ServeError(
+            raise ConfigError(
                 f"cannot listen on {options.host}:{options.port}: {error.strerror or error}"
             ) from None

@@ -1,7 +1,7 @@
 """`rlspec serve`: SGLang's own HTTP server with our plugin, our routes and, without a GPU, our CPU operators.
 
-Run it as a process of its own, `python -m megatron_rlspec.rollout.sglang.http.serve`: SGLang takes over the main
-thread, the environment and the signal handlers. Options that are not listed go to SGLang.
+Run it as a process of its own: SGLang takes over the main thread, the environment and the signal handlers. Options that
+are not listed go to SGLang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 from megatron_rlspec import texts
 from megatron_rlspec.arguments import Parser, integer
-from megatron_rlspec.config import RolloutConfig, SpecSection
+from megatron_rlspec.config import ConfigError, RolloutConfig, SpecSection
 from megatron_rlspec.config.base import MOST_TOKENS
 from megatron_rlspec.config.rollout import MOST_SAMPLES
 from megatron_rlspec.config.spec import MOST_DRAFTS
@@ -38,7 +37,6 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.description import in_force
 from megatron_rlspec.rollout.sglang.http import parents
 from megatron_rlspec.rollout.sglang.http.checks import (
-    ServeError,
     check,
     dtype_of,
     installed_sglang,
@@ -210,15 +208,8 @@ def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Serve, or print what would be run. Raises ConfigError."""
     options, rest = parsed(argv)
-    try:
-        _serve(options, rest)
-    except ServeError as error:
-        print(f"rlspec serve: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     if options.stop_with_parent:
         _scratch()  # before anything slow: the process that made it may be killed at any time
         parents.end_with(options.stop_with_parent)
@@ -227,13 +218,13 @@ def _serve(options: argparse.Namespace, rest: list[str]) -> None:
     printed = options.print or options.project
     device = _device_of_printed(options, rest) if printed else _device(options.device)
     if device == "cpu" and options.verifier == "rejection":
-        raise ServeError(
+        raise ConfigError(
             "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
         )
     installed_sglang()
     for flag, why in _REFUSED.items():
         if options.spec != "off" and any(text.startswith(flag) for text in rest):
-            raise ServeError(f"{flag}: {why}; remove it, or serve with --spec off")
+            raise ConfigError(f"{flag}: {why}; remove it, or serve with --spec off")
     if options.dtype == "auto":
         options.dtype = _dtype(options.model)
     arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))
@@ -282,13 +273,13 @@ def _printed(
 
 
 def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
-    """Return the device of a printed command, whose machine may be another one. Raises ServeError."""
+    """Return the device of a printed command, whose machine may be another one. Raises ConfigError."""
     if options.device == "cpu":
-        raise ServeError("--print --device cpu: SGLang's own server needs a GPU for drafts")
+        raise ConfigError("--print --device cpu: SGLang's own server needs a GPU for drafts")
     if options.draft_vocabulary:
-        raise ServeError("--print: SGLang's own server has no file for --draft-vocabulary")
+        raise ConfigError("--print: SGLang's own server has no file for --draft-vocabulary")
     if rest and options.project in ("verl", "miles"):
-        raise ServeError(
+        raise ConfigError(
             f"--for {options.project} prints the options of drafts only; give {rest[0]} to {options.project} itself"
         )
     return "cuda"
@@ -298,7 +289,7 @@ def _dtype(model: str) -> str:
     try:
         return dtype_of(model)
     except CheckpointError as error:
-        raise ServeError(f"--model {model}: {error}") from None
+        raise ConfigError(f"--model {model}: {error}") from None
 
 
 @cache
@@ -319,7 +310,7 @@ def arguments_for(
 
     tp  tensor-parallel size, as the command line has it
 
-    Raises ServeError for options that exclude each other. Writes nothing.
+    Raises ConfigError for options that exclude each other. Writes nothing.
     """
     arguments = _engine_arguments(options, device)
     if options.spec == "off":
@@ -395,13 +386,13 @@ def _cost_table(options: argparse.Namespace, tp: str) -> CostTable | None:
     if not options.cost_table:
         return None
     if options.spec == "fixed":
-        raise ServeError("--cost-table is for --spec adaptive")
+        raise ConfigError("--cost-table is for --spec adaptive")
     try:
         table = CostTable.load(options.cost_table).of_engine(int(tp) if tp.isdigit() else 1)
     except CostTableError as error:
-        raise ServeError(f"--cost-table {error}") from None
+        raise ConfigError(f"--cost-table {error}") from None
     if options.ragged and not table.unverified:
-        raise ServeError(f"--cost-table {options.cost_table}: --ragged needs a table {UNVERIFIED}")
+        raise ConfigError(f"--cost-table {options.cost_table}: --ragged needs a table {UNVERIFIED}")
     return table
 
 
@@ -412,11 +403,11 @@ def _candidates(options: argparse.Namespace) -> list[int]:
         try:
             steps |= {int(part) for part in options.candidate_steps.split(",") if part}
         except ValueError:
-            raise ServeError(
+            raise ConfigError(
                 f"--candidate-steps {options.candidate_steps}: expected integers and commas"
             ) from None
     if min(steps) < 0 or max(steps) > MOST_DRAFTS:
-        raise ServeError(f"step counts {sorted(steps)}: expected numbers from 0 to {MOST_DRAFTS}")
+        raise ConfigError(f"step counts {sorted(steps)}: expected numbers from 0 to {MOST_DRAFTS}")
     if max(steps) == 0:
         steps.add(1)
     return sorted(steps)
@@ -434,7 +425,7 @@ def _slots(
     try:
         most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
     except CostTableError as error:
-        raise ServeError(f"--cost-table {options.cost_table}: {error}") from None
+        raise ConfigError(f"--cost-table {options.cost_table}: {error}") from None
     if options.ragged:  # many drafts can pay at any batch if few of them are verified
         most = dict.fromkeys(most, most_batch)
     if options.spec == "fixed":
@@ -458,16 +449,16 @@ def tensor_parallel(rest: Sequence[str]) -> str:
 
 
 def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
-    """Write SGLang's first token map: the ends of a text, and the lowest ids. Raises ServeError."""
+    """Write SGLang's first token map: the ends of a text, and the lowest ids. Raises ConfigError."""
     given = f"--draft-vocabulary {options.draft_vocabulary}"
     if options.verifier == "rejection":
-        raise ServeError(
+        raise ConfigError(
             f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier"
         )
     size = tensor_parallel(rest)
     # SGLang refuses a size that is no number
     if size.isdigit() and options.draft_vocabulary % max(1, int(size)):
-        raise ServeError(
+        raise ConfigError(
             f"{given}: --tp {size} ranks draft from equal parts; expected a multiple of {size}"
         )
     config = _hf_config(options.model)
@@ -477,7 +468,7 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
             options.draft_vocabulary, config["vocab_size"], ends_of_text(options.model)
         ).ids()
     except ValueError as error:
-        raise ServeError(f"--draft-vocabulary: {error}") from None
+        raise ConfigError(f"--draft-vocabulary: {error}") from None
     import torch
 
     path = _scratch() / "token_map.pt"
@@ -496,10 +487,10 @@ def _device(asked: str) -> str:
 
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
-        raise ServeError("--device cuda, but torch finds no CUDA device here; use --device cpu")
+        raise ConfigError("--device cuda, but torch finds no CUDA device here; use --device cpu")
     if asked == "auto" and not available and torch.cuda.device_count():
         why = "`rlspec doctor --gpu` says why; --device cpu serves on the CPU"
-        raise ServeError(f"torch {torch.__version__} cannot use the GPUs of this machine; {why}")
+        raise ConfigError(f"torch {torch.__version__} cannot use the GPUs of this machine; {why}")
     if asked != "auto":
         return asked
     return "cuda" if available else "cpu"
@@ -522,7 +513,7 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
     except ImportError as error:
-        raise ServeError(
+        raise ConfigError(
             f"SGLang cannot be imported: {texts.first_line(error)} (no GPU: tools/setup_cpu.sh)"
         ) from None
 
@@ -635,7 +626,3 @@ def _treat_interrupt_as_terminate() -> None:
     loop.call_soon_threadsafe(
         loop.add_signal_handler, signal.SIGINT, os.kill, os.getpid(), signal.SIGTERM
     )
-
-
-if __name__ == "__main__":
-    main()
