@@ -104,7 +104,7 @@ def draw(
     """Sample one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
 
     seeds       int64 [N], one per request
-    keys        int64 [N], the position of the predicting token, or whatever must differ between two samples of a seed
+    keys        int64 [N], what differs between the draws of a seed, such as the position of the predicting token
     vocabulary  the token ids of the columns [V]; None: column i is token i
     """
     return draw_each(logprobs, seeds, keys, (1.0,), vocabulary)[:, 0]

@@ -300,26 +300,6 @@ class Trainer:
             learners["drafter"] = self.drafter_learner
         return learners
 
-    def _layout(self) -> dict[str, Any]:
-        """Return what must be equal between a checkpoint and the run that resumes from it."""
-        parallel = self.config.parallel
-        drafter = self.config.drafter
-        kind: str | bool = drafter.train  # True: an MTP layer
-        if drafter.train and drafter.kind != "mtp":
-            kind = drafter.kind
-        layout: dict[str, Any] = {}
-        if drafter.train and DRAFTER in self.hf_config and self._words is not None:
-            layout["eagle3"] = eagle3_identity(self.hf_config, self._words)
-        return layout | {
-            "tensor": parallel.tensor,
-            "pipeline": parallel.pipeline,
-            "expert": parallel.expert,
-            "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
-            "distributed": bool(self.config.optimizer.distributed),
-            "dtype": self.config.model.dtype,
-            "drafter": kind,
-        }
-
     def run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, on the last stage."""
 
@@ -351,6 +331,30 @@ class Trainer:
             return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), reported
 
         return self.run(batches, loss, forward_only=True)
+
+    def output_layer(self, temperature: float) -> OutputLayer:
+        """Return the policy's output layer on this rank of the last stage, at a temperature."""
+        return OutputLayer(self.policy.head_weight(), temperature, self._head_is_finite)
+
+    def _layout(self) -> dict[str, Any]:
+        """Return what must be equal between a checkpoint and the run that resumes from it."""
+        parallel = self.config.parallel
+        drafter = self.config.drafter
+        kind: str | bool = drafter.train  # True: an MTP layer
+        if drafter.train and drafter.kind != "mtp":
+            kind = drafter.kind
+        layout: dict[str, Any] = {}
+        if drafter.train and DRAFTER in self.hf_config and self._words is not None:
+            layout["eagle3"] = eagle3_identity(self.hf_config, self._words)
+        return layout | {
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "expert": parallel.expert,
+            "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
+            "distributed": bool(self.config.optimizer.distributed),
+            "dtype": self.config.model.dtype,
+            "drafter": kind,
+        }
 
     def _losses(
         self,
@@ -427,10 +431,6 @@ class Trainer:
         layer = self.output_layer(self.temperature)
         student = step.student(outputs, targets, layer, predict=True)
         return step.learn(student, targets, None)
-
-    def output_layer(self, temperature: float) -> OutputLayer:
-        """Return the policy's output layer on this rank of the last stage, at a temperature."""
-        return OutputLayer(self.policy.head_weight(), temperature, self._head_is_finite)
 
     def _update_drafter(self) -> dict[str, float]:
         result = [0.0, 0.0, 0.0]
