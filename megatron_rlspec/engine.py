@@ -25,7 +25,6 @@ from megatron_rlspec.types import (
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from torch import Tensor
 
 Answer = TypeVar("Answer")
@@ -90,27 +89,6 @@ class EngineDescription(TypedDict):
     dtype: NotRequired[str]
 
 
-class BucketMemory(Protocol):
-    """Pieces of memory in which a push lays out tensors that travel together (`push.bucket.Memory`)."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return where the pieces are."""
-
-    @property
-    def headed(self) -> bool:
-        """Return whether a bucket in them begins with a safetensors header."""
-
-    def take(self, needed: int) -> Tensor:
-        """Return a piece of at least `needed` bytes, uint8. Waits until one is free."""
-
-    def give(self, piece: Tensor) -> None:
-        """Take back a piece."""
-
-    def close(self) -> None:
-        """End a push, after every piece came back."""
-
-
 class RolloutEngine(Protocol):
     """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines, and knows each by a name.
 
@@ -118,8 +96,8 @@ class RolloutEngine(Protocol):
     """
 
     @property
-    def bucket_memory(self) -> BucketMemory | None:
-        """Return the memory of the buckets that `update_weights` takes (`push.push.in_buckets`); None: tensors."""
+    def bucket_memory(self) -> Any:
+        """Return the `push.bucket.Memory` of the buckets that `update_weights` takes; None: it takes tensors."""
 
     def generate(
         self,

@@ -40,7 +40,7 @@ PREFILL_ROWS = 24
 # workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
 WORKSPACE = 512 * MIB
 # Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass. And
-# what the output layer's chunks take. Both are a little below what `--dry-run` measures.
+# the most that the output layer's chunks take.
 HIDDEN_ROWS = 6
 MLP_ROWS = 5
 OUTPUT_CHUNKS = 2 * GIB
@@ -148,9 +148,13 @@ def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> Ran
     )
 
 
-def activation_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
-    """Estimate the activations of a rank at the peak of a step. `--dry-run` counts them exactly."""
+def activation_bytes(
+    config: Config, hf_config: Mapping[str, Any], stage: int | None = None
+) -> int:
+    """Estimate the activations of a rank of a pipeline stage at the peak of a step; None: of the one with most."""
     parallel = config.parallel
+    if stage is None:
+        return max(activation_bytes(config, hf_config, s) for s in range(parallel.pipeline))
     itemsize = DTYPE_BYTES[config.model.dtype]
     hidden = int(hf_config["hidden_size"])
     mlp = int(hf_config["intermediate_size"])
@@ -160,9 +164,15 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any]) -> int:
     tokens = config.train.tokens_per_micro_batch // parallel.context
     layer = tokens * itemsize * (HIDDEN_ROWS * hidden + MLP_ROWS * mlp) // parallel.tensor
     kept = tokens * itemsize * hidden if parallel.recompute else layer
-    computed = 1 + (config.drafter.depth if config.drafter.train else 0)
-    layers = int(hf_config["num_hidden_layers"])  # a first stage keeps a micro-batch for each stage
-    return layers * kept + computed * layer + OUTPUT_CHUNKS
+    # A stage keeps a micro-batch for itself and for each stage behind it.
+    layers = int(hf_config["num_hidden_layers"]) // parallel.pipeline
+    total = layers * (parallel.pipeline - stage) * kept + layer
+    if stage == parallel.pipeline - 1:
+        if config.drafter.train:
+            total += config.drafter.depth * layer
+        logits = 4 * tokens * int(hf_config["vocab_size"]) // parallel.tensor
+        total += min(2 * logits, OUTPUT_CHUNKS)
+    return total
 
 
 def trainer_memory(
@@ -242,7 +252,7 @@ def needs(
     world: int,
     hopper: bool = True,
 ) -> Need:
-    """Estimate what a run needs. A rank has an equal share of the parameters; `--dry-run` counts them exactly.
+    """Estimate what a run needs. A rank has an equal share of the parameters; `--dry-run` counts them.
 
     gpu                  bytes of one GPU
     parameters, experts  of the model, drafter included: all, and those of routed experts

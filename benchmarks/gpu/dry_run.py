@@ -17,7 +17,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
     for name, share in contestants(plan).items():
         for recompute in (False, True):
             config = config_of(plan, share, recompute)
-            (stage,) = stages.build(config, shape, 1, activations=True)
+            (stage,) = stages.build(config, shape, 1)
             label = f"{name}, recomputing" if recompute else name
             static[label] = stage.memory.total / GIB
     (folder / "static.json").write_text(json.dumps(static))

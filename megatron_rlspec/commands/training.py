@@ -312,7 +312,7 @@ def parser_of(command: Name) -> arguments.Parser:
         add(
             "--dry-run",
             action="store_true",
-            help="start nothing: print parameters, memory and place of each rank",
+            help="start nothing: print parameters and memory of each pipeline stage's ranks",
         )
         add(
             "--gpu-gib",

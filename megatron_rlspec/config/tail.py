@@ -16,12 +16,10 @@ class TailConfig(Section):
         description="move running samples from full engines to almost empty ones (RLHFSpec, section 6): between "
         "embedded engines with their KV caches, between SGLang's by a prefill of prompt and response",
     )
-    every: Annotated[Positive, Needs("tail.rebalance", "tail.tp", "rollout.engine=embedded")] = (
-        Field(
-            32,
-            description="decode rounds between two decisions; with the embedded engine on several ranks, also between "
-            "the moments at which they begin requests and return samples",
-        )
+    every: Annotated[Positive, Needs("rollout.engine=embedded")] = Field(
+        32,
+        description="decode rounds of the embedded engines of several ranks between two decisions, and between the "
+        "moments at which they begin requests and return samples",
     )
     tp: Annotated[tuple[int, ...], Needs("rollout.engine=embedded")] = Field(
         (1,),

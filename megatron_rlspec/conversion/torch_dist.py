@@ -20,7 +20,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from megatron_rlspec import files
 from megatron_rlspec.conversion.torch_dist_index import load_index
 from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
 from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical
+from megatron_rlspec.models.tensor_file import ByName
 from megatron_rlspec.texts import first_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -107,7 +108,7 @@ def uniform(family: NameTable) -> bool:
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
-class TorchDistReader(Mapping[str, Tensor]):
+class TorchDistReader(ByName):
     """Maps canonical Megatron names to full tensors, read on access. The checkpoint may be sharded in any way."""
 
     def __init__(self, path: str | Path, family: NameTable) -> None:
@@ -119,12 +120,14 @@ class TorchDistReader(Mapping[str, Tensor]):
         index = load_index(self.directory / _INDEX)
         self._stored = index.tensors
         self._where = index.parts
-        self._places = {name: self._find(family, name) for name in family.rows}
+        self._places: dict[str, Place] = {}
+        for name in family.rows:
+            if found := self._find(family, name):
+                self._places[name] = found
+        self.names = self._places
 
     def __getitem__(self, name: str) -> Tensor:
         where = self._places[canonical(name)]
-        if where is None:
-            raise KeyError(name)
         stored = self._stored[where.key]
         lead = len(where.at)
         if tuple(stored.size[:lead]) != where.of:
@@ -147,12 +150,6 @@ class TorchDistReader(Mapping[str, Tensor]):
             target = tuple(slice(start, start + size) for start, size in spans)
             full[target] = part[inside]
         return full
-
-    def __iter__(self):
-        return (name for name, found in self._places.items() if found is not None)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def _find(self, family: NameTable, name: str) -> Place | None:
         candidates = (

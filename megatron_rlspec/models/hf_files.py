@@ -25,7 +25,7 @@ from megatron_rlspec.models.headers import (
     read_headers,
     read_object,
 )
-from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
+from megatron_rlspec.models.tensor_file import ByName, CheckpointError, TensorFile
 
 SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
 # Everything but weights that a reader of the new checkpoint needs from the old one.
@@ -43,7 +43,7 @@ _COMPANIONS = (
 )
 
 
-class LazyTensors(Mapping[str, Tensor]):
+class LazyTensors(ByName):
     """Map names to tensors in safetensors files. Every access reads the tensor from disk and checks it.
 
     Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity.
@@ -52,7 +52,7 @@ class LazyTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, headers: Mapping[str, Header]) -> None:
-        self.headers = headers
+        self.headers = self.names = headers
         self._open: TensorFile | None = None
 
     def __getitem__(self, name: str) -> Tensor:
@@ -70,16 +70,6 @@ class LazyTensors(Mapping[str, Tensor]):
                     f"{header.path}: {name} holds NaN or infinity; expected finite numbers"
                 )
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        """Look for a name. Mapping's own form would read the tensor."""
-        return name in self.headers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        return len(self.headers)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, without reading the tensor."""

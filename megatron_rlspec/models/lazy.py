@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
 
 from megatron_rlspec.models.names import NameTable
+from megatron_rlspec.models.tensor_file import ByName
 
 Makers = dict[str, Callable[[], Tensor]]
 
 
-class Lazy(Mapping[str, Tensor]):
+class Lazy(ByName):
     """Maps names to what their functions return."""
 
     def __init__(self, makers: Makers) -> None:
-        self.makers = makers
+        self.makers = self.names = makers
 
     def __getitem__(self, name: str) -> Tensor:
         return self.makers[name]()
-
-    def __contains__(self, name: object) -> bool:
-        """Look for a name. Mapping's own form would make the tensor."""
-        return name in self.makers
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.makers)
-
-    def __len__(self) -> int:
-        return len(self.makers)
 
 
 def fused(table: NameTable, tensors: Mapping[str, Tensor]) -> Lazy:

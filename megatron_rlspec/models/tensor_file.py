@@ -11,7 +11,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -82,7 +82,22 @@ def _sort_metadata(path: Path) -> None:
             file.write(text)
 
 
-class TensorFile(Mapping[str, Tensor]):
+class ByName(Mapping[str, Tensor]):
+    """Tensors by name, each of which is read or made when it is asked for. Looking for a name reads nothing."""
+
+    names: Collection[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class TensorFile(ByName):
     """Map names to tensors of one safetensors file. Every access reads and checks one. Close it, or use `with`.
 
     notes  the file's metadata
@@ -96,9 +111,9 @@ class TensorFile(Mapping[str, Tensor]):
         self._file = _open(path)
         metadata: dict[str, str] = self._file.metadata() or {}
         self.notes: Mapping[str, str] = metadata
-        self._names = tuple(self._file.keys())
+        self.names = tuple(self._file.keys())
         self._checksums = _checksums(path, metadata.get(CHECKSUMS))
-        lost = sorted(self._checksums.keys() ^ set(self._names)) if self._checksums else []
+        lost = sorted(self._checksums.keys() ^ set(self.names)) if self._checksums else []
         if lost:
             raise CheckpointError(
                 f"{path}: {lost[0]} is in the list of checksums or in the file, not in both"
@@ -111,7 +126,7 @@ class TensorFile(Mapping[str, Tensor]):
         self.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
+        if name not in self:
             raise CheckpointError(f"{self.path}: lacks {name}")
         try:
             tensor = self._file.get_tensor(name)
@@ -121,18 +136,9 @@ class TensorFile(Mapping[str, Tensor]):
             ) from None
         return verify(tensor, self._checksums.get(name), f"{self.path}: {name}")
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape, without reading the tensor."""
-        if name not in self._names:
+        if name not in self:
             raise CheckpointError(f"{self.path}: lacks {name}")
         return tuple(self._file.get_slice(name).get_shape())
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rlspec.engine import BucketMemory
-
 Named = tuple[str, Tensor]
 Act = Callable[[list[Any]], None]
 
@@ -26,7 +24,7 @@ _ALIGNED = 8  # bytes; the widest number
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def bucket_bytes(memory: BucketMemory | None = None) -> int:
+def bucket_bytes(memory: Memory | None = None) -> int:
     """Return about how many bytes travel together, in pieces of this memory.
 
     With a GPU a request's fixed time counts. In its memory a bucket has up to 2 GiB, but a sixteenth of what is free:
@@ -145,14 +143,14 @@ class Bucket:
         self.piece: Tensor | None = None
         self._readers = readers
         self._begin = 0
-        self._memory: BucketMemory | None = None
+        self._memory: Memory | None = None
         self._copied: Any = None
         self._came: list[Any] = []
         self._met = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def pack(self, memory: BucketMemory, drop: bool = False) -> None:
+    def pack(self, memory: Memory, drop: bool = False) -> None:
         """Copy the tensors into a piece of `memory`. Returns before a copy from a GPU has ended.
 
         `drop`: keep no tensor, because all readers take the packed form.

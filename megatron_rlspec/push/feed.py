@@ -6,8 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 
-from megatron_rlspec.engine import BucketMemory
-from megatron_rlspec.push.bucket import Bucket, Named
+from megatron_rlspec.push.bucket import Bucket, Memory, Named
 
 
 class Feed:
@@ -16,7 +15,7 @@ class Feed:
     Yields (name, tensor), bounded in bytes; `buckets` yields whole buckets.
     """
 
-    def __init__(self, limit: int, memory: BucketMemory | None = None) -> None:
+    def __init__(self, limit: int, memory: Memory | None = None) -> None:
         self.limit = limit
         self.memory = memory
         self.reading = True

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec.engine import BucketMemory, EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.host.ranks import job
-from megatron_rlspec.push.bucket import Bucket, Named, bucket_bytes, buckets
+from megatron_rlspec.push.bucket import Bucket, Memory, Named, bucket_bytes, buckets
 from megatron_rlspec.push.feed import Feed
 from megatron_rlspec.push.fingerprint import Difference, compare, fingerprints
 from megatron_rlspec.types import Scope
@@ -221,7 +221,7 @@ def exporting(
     yield None
 
 
-def in_buckets(tensors: Iterable[Named], memory: BucketMemory) -> Iterator[Bucket]:
+def in_buckets(tensors: Iterable[Named], memory: Memory) -> Iterator[Bucket]:
     """Yield the buckets of a feed, or of any tensors, packed into `memory`."""
     if isinstance(tensors, Feed):
         yield from tensors.buckets()
@@ -283,7 +283,7 @@ def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:
     return marks, problem
 
 
-def _close_memories(memories: Iterable[BucketMemory | None]) -> None:
+def _close_memories(memories: Iterable[Memory | None]) -> None:
     """End the push in every memory, each once."""
     distinct = {id(memory): memory for memory in memories if memory is not None}
     for memory in distinct.values():

@@ -1,11 +1,11 @@
-"""`rlspec train --dry-run`: print parameters, memory and place of every rank of a job, in one process."""
+"""`rlspec train --dry-run`: print parameters and memory of a rank of each pipeline stage, in one process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rlspec.config import Config, ConfigError, ParallelConfig
+from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.memory_choices import Fit, Hardware, settled, with_distributed
 from megatron_rlspec.memory_estimate import (
     GIB,
@@ -39,7 +39,7 @@ def report(
     if gpu_gib is not None:
         config, lines = _settled(config, hf_config, world, int(gpu_gib * GIB), engines_open)
         yield from lines
-    built = stages.build(config, hf_config, world, activations=True)
+    built = stages.build(config, hf_config, world)
     largest = max((stage.memory for stage in built), key=lambda memory: memory.total)
     if gpu_gib is not None:
         number = [stage.memory for stage in built].index(largest)
@@ -50,8 +50,11 @@ def report(
     yield f"{hf_config['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
     yield _layout(config, world)
     tokens = config.train.tokens_per_micro_batch
-    yield f"memory in GiB; activations: of micro-batches of {tokens:,} tokens; workspaces and fragmentation come on top"
-    yield from _table(config.parallel, world, built)
+    yield (
+        f"memory of a rank of each pipeline stage, in GiB; activations, estimated: of micro-batches of {tokens:,} "
+        "tokens; workspaces and fragmentation come on top"
+    )
+    yield from _table(built)
     if gpu_gib is None:
         return
     most = largest.total / GIB
@@ -79,9 +82,10 @@ def _settled(
 
 def _layout(config: Config, world: int) -> str:
     parallel = config.parallel
+    shards = parallel.tensor * parallel.context * parallel.pipeline
     line = (
         f"{world} ranks = tensor {parallel.tensor} x context {parallel.context} "
-        f"x data {stages.replicas(parallel, world)} x pipeline {parallel.pipeline}"
+        f"x data {world // shards} x pipeline {parallel.pipeline}"
     )
     if parallel.sequence:
         line += ", sequence parallel"
@@ -92,26 +96,16 @@ def _layout(config: Config, world: int) -> str:
     return line
 
 
-def _table(parallel: ParallelConfig, world: int, built: list[Stage]) -> Iterator[str]:
-    """Yield a line of names, and a line for each rank."""
-    axes = ["tensor", "context", "data", "pipeline"]
-    if parallel.expert > 1:
-        axes.insert(3, "expert")
-    widths = {"rank": 4}
-    widths |= {axis: max(4, len(axis)) for axis in axes}
-    widths |= {"layers": 7, "policy": 14, "drafter": 12}
+def _table(built: list[Stage]) -> Iterator[str]:
+    """Yield a line of names, and a line for a rank of each pipeline stage."""
+    widths = {"stage": 5, "layers": 7, "policy": 14, "drafter": 12}
     widths |= {part: max(9, len(part)) for part in _MEMORY}
     yield " ".join(f"{name:>{width}}" for name, width in widths.items())
-    for rank in range(world):
-        coordinates = stages.place(rank, parallel, world)
-        stage = built[coordinates["pipeline"]]
-        cells = {"rank": str(rank)}
-        cells |= {axis: str(coordinates[axis]) for axis in axes}
-        cells["layers"] = f"{stage.layers.start}-{stage.layers.stop - 1}"
-        cells["policy"] = f"{stage.policy:,}"
-        cells["drafter"] = f"{stage.drafter:,}"
-        cells |= {part: f"{getattr(stage.memory, part) / GIB:.2f}" for part in _MEMORY}
-        yield " ".join(f"{cells[name]:>{width}}" for name, width in widths.items())
+    for number, stage in enumerate(built):
+        layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
+        cells = [str(number), layers, f"{stage.policy:,}", f"{stage.drafter:,}"]
+        cells += [f"{getattr(stage.memory, part) / GIB:.2f}" for part in _MEMORY]
+        yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths.values(), strict=True))
 
 
 def _engines(

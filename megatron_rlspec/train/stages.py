@@ -3,8 +3,8 @@
 The trainer is that of a real run, on torch's meta device, with torch's fake process group in place of the other ranks.
 Of the model directory only config.json is read.
 
-The memory is that of weights, gradients, optimizer state, and all tensors of the micro-batches in flight
-(`activations.py`). Workspaces of kernels and fragmentation come on top.
+The memory is that of weights, gradients and optimizer state, counted, and of activations, estimated
+(`memory_estimate.py`). Workspaces of kernels and fragmentation come on top.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rlspec.config import Config, ParallelConfig
-from megatron_rlspec.memory_estimate import RankMemory, rank_memory
+from megatron_rlspec.memory_estimate import RankMemory, activation_bytes, rank_memory
 from megatron_rlspec.models.names import NameTable
 from megatron_rlspec.train import runtime, shards
-from megatron_rlspec.train.activations import Activations, measure_micro_batch, untrained
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.step import Trainer
 
@@ -39,8 +38,7 @@ class Stage:
 
     policy, drafter  parameters on this rank
     counted          parameters of policy and drafter on all ranks of the stage, each one once
-    memory           at a step's peak, without activations if they were not asked for
-    activations      of one micro-batch
+    memory           at a step's peak
     """
 
     layers: range
@@ -48,17 +46,11 @@ class Stage:
     drafter: int
     counted: tuple[int, int]
     memory: RankMemory
-    activations: Activations | None
 
 
-def build(
-    config: Config, hf_config: Mapping[str, Any], world: int, *, activations: bool = False
-) -> list[Stage]:
+def build(config: Config, hf_config: Mapping[str, Any], world: int) -> list[Stage]:
     """Build every stage of a job of `world` ranks. Raises ConfigError if this layout or model cannot be trained."""
-    return [
-        _stage(config, hf_config, world, stage, activations)
-        for stage in range(config.parallel.pipeline)
-    ]
+    return [_stage(config, hf_config, world, stage) for stage in range(config.parallel.pipeline)]
 
 
 def parameters(built: list[Stage]) -> tuple[int, int]:
@@ -68,37 +60,11 @@ def parameters(built: list[Stage]) -> tuple[int, int]:
     return policy, drafter
 
 
-def place(rank: int, parallel: ParallelConfig, world: int) -> dict[str, int]:
-    """Return a rank's coordinates in Megatron's order: tensor varies fastest, then context, data, pipeline.
-
-    `expert` is the rank's number among its stage's context and data ranks, modulo `parallel.expert`.
-    """
-    rank, tensor = divmod(rank, parallel.tensor)
-    rank, context = divmod(rank, parallel.context)
-    pipeline, data = divmod(rank, replicas(parallel, world))
-    expert = (context + parallel.context * data) % parallel.expert
-    return {
-        "tensor": tensor,
-        "context": context,
-        "data": data,
-        "expert": expert,
-        "pipeline": pipeline,
-    }
-
-
-def replicas(parallel: ParallelConfig, world: int) -> int:
-    """Return the data-parallel size."""
-    return world // (parallel.tensor * parallel.pipeline * parallel.context)
-
-
-def _stage(
-    config: Config, hf_config: Mapping[str, Any], world: int, stage: int, activations: bool
-) -> Stage:
+def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int) -> Stage:
     parallel = config.parallel
     last = stage == parallel.pipeline - 1
     with _fake_rank(config, world, rank=stage * world // parallel.pipeline):
         trainer = Trainer(config, hf_config)
-        measured = measure_micro_batch(trainer) if activations else None
         policy = _count(trainer.table, trainer.policy, trainer.model_config)
         drafter = Counter[str]()
         if trainer.drafter is not None:
@@ -113,11 +79,7 @@ def _stage(
                 copied = head.nbytes  # the drafter's copy of the embedding
     experts = policy["experts"] + drafter["experts"]
     memory = rank_memory(config, world, (policy + drafter).total() - experts, experts)
-    in_step = 0
-    if measured is not None:
-        # of the micro-batches in flight, and of the one that is computed
-        in_flight = parallel.pipeline - stage - 1
-        in_step = in_flight * measured.after_forward + measured.peak
+    in_step = activation_bytes(config, hf_config, stage)
     each = trainer.model_config.num_layers // parallel.pipeline
     return Stage(
         range(stage * each, (stage + 1) * each),
@@ -125,7 +87,6 @@ def _stage(
         drafter.total(),
         (counted, _of_all_ranks(drafter, parallel)),
         replace(memory, weights=memory.weights + copied, activations=in_step),
-        measured,
     )
 
 
@@ -154,6 +115,11 @@ def _of_all_ranks(sizes: Counter[str], parallel: ParallelConfig) -> int:
     return parallel.tensor * (sizes["cut"] + parallel.expert * sizes["experts"]) + sizes["whole"]
 
 
+def _untrained(learner: Any, module: nn.Module, *_: Any, **__: Any) -> None:
+    """Stand in for `Learner.__init__`: no optimizer."""
+    learner.ddp = module
+
+
 @contextmanager
 def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
     """Make this process one rank of a fake job of `world` ranks, whose trainer has neither values nor optimizers.
@@ -166,7 +132,7 @@ def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
     replaced = [
         (runtime, "device", lambda: _META),
         (runtime, "device_options", options.copy),
-        (Learner, "__init__", untrained),
+        (Learner, "__init__", _untrained),
         # where Megatron's layers put their weights
         (torch.cuda, "current_device", lambda: _META),
     ]

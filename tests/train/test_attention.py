@@ -4,17 +4,19 @@ import contextlib
 import functools
 import itertools
 import math
+import weakref
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from host_reads import CPU, GPU, HostReads
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.context_parallel import cp_index
 from megatron_rlspec.train import attention, varlen
-from megatron_rlspec.train.activations import LiveBytes
 from megatron_rlspec.train.attention_plan import plan_attention
 
 
@@ -157,16 +159,30 @@ def meta_plan(lengths, groups, cp_size=1):
     return replace(plan, keys=replace(plan.keys, **tables))
 
 
-class Counted(LiveBytes):
-    """Counts operators as well, by name."""
+class Counted(TorchDispatchMode):
+    """Counts operators by name, and the bytes that they allocate: those that live `now`, and their `peak`."""
 
     def __init__(self):
         super().__init__()
         self.calls = Counter()
+        self.now = self.peak = 0
+        self.seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls[func.overloadpacket.__name__] += 1
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+        return out
+
+    def freed(self, key, size):
+        self.seen.discard(key)
+        self.now -= size
 
 
 def both_passes(plan, dtype, shape, keys, links):
@@ -212,7 +228,7 @@ def test_blocks_are_linear_too():
     peaks = []
     for tokens in (4096, 9216):
         q, k, v = (torch.empty(tokens, n, 128, device="meta", requires_grad=True) for n in (16, 4, 4))
-        with LiveBytes() as live:
+        with Counted() as live:
             out = attention._Attend.apply(q, k, v, meta_plan([tokens], 4), 0.1)
             torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
         peaks.append(live.peak / 2**30)

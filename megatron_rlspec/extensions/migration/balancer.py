@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
-
-import numpy as np
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.moves import cut_off
@@ -17,10 +15,10 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer, run
 from megatron_rlspec.extensions.migration.plans.record import Move, MoveRecord
 from megatron_rlspec.rollout.dispatch import Dispatch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.types import Load, RunningSample
+from megatron_rlspec.types import Load
 
 logger = logging.getLogger(__name__)
-PERIOD = 0.05  # seconds between two looks at the engines, at least
+PERIOD = 0.2  # seconds between two looks at the engines
 
 
 class Balancer:
@@ -29,22 +27,15 @@ class Balancer:
     owner    of the requests
     engines  by name
     planner  decides
-    every    decode rounds between two looks
     """
 
     def __init__(
-        self,
-        owner: Dispatch,
-        engines: Mapping[str, SGLangEngine],
-        planner: Rebalancer,
-        every: int,
+        self, owner: Dispatch, engines: Mapping[str, SGLangEngine], planner: Rebalancer
     ) -> None:
         self.moves: list[dict[str, Any]] = []
         self._owner = owner
         self._engines = dict(engines)
         self._planner = planner
-        self._every = every
-        self._clock = RoundClock()
         self._began = time.perf_counter()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="balancer", daemon=True)
@@ -66,13 +57,11 @@ class Balancer:
             self._owner.fail(error)
 
     def _balance(self) -> None:
-        pause = PERIOD
-        while not self._ended.wait(pause):
+        while not self._ended.wait(PERIOD):
             loads = self._loads()
             if len(loads) > 1:
                 for move in self._planner.plan(loads):
                     self._move(move)
-            pause = max(PERIOD, self._every * self._clock.seconds)
 
     def _loads(self) -> list[Load]:
         """Ask every engine. One that does not answer is left out; its `generate` tells the pool why."""
@@ -96,7 +85,6 @@ class Balancer:
                 if request.partial is not None:
                     running.append(running_sample(request))
             loads.append(replace(load, engine=name, running=tuple(running)))
-        self._clock.observe(loads)
         return loads
 
     def _move(self, move: Move) -> None:
@@ -116,25 +104,3 @@ class Balancer:
             ms=1e3 * (time.perf_counter() - began),
         )
         self.moves.append(asdict(record) | {"began": began - self._began})
-
-
-class RoundClock:
-    """Seconds of a decode round, from how far samples get between two looks; 0 until it is known."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._before: dict[str, RunningSample] = {}
-        self._looked = 0.0
-
-    def observe(self, loads: Sequence[Load]) -> None:
-        now = time.perf_counter()
-        rounds = []
-        samples = {sample.id: sample for load in loads for sample in load.running}
-        for id, sample in samples.items():
-            before = self._before.get(id)
-            if before is not None and sample.context > before.context:
-                rounds.append((sample.context - before.context) / sample.accept)
-        if rounds:
-            self.seconds = (now - self._looked) / float(np.median(rounds))
-        self._before = samples
-        self._looked = now

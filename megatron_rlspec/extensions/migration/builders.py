@@ -64,7 +64,7 @@ class FleetEngines(EmbeddedEngines):
 
 def migration(config: Config, hf_config: Mapping[str, Any]) -> RunMigration:
     """Build what moves samples in a run. Raises CostTableError."""
-    return RunMigration(rebalancer(config, hf_config), config.tail.every)
+    return RunMigration(rebalancer(config, hf_config))
 
 
 def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> Rebalancer | None:

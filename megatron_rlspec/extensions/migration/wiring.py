@@ -19,12 +19,10 @@ class RunMigration:
     """A `run.extension.Migration`.
 
     planner  decides on moves between SGLang engines; None: none moves. Ranks with embedded engines plan themselves
-    every    decode rounds between two decisions
     """
 
-    def __init__(self, planner: Rebalancer | None, every: int) -> None:
+    def __init__(self, planner: Rebalancer | None) -> None:
         self._planner = planner
-        self._every = every
 
     def attach(self, pool: EnginePool, record: Callable[[Mapping[str, Any]], None]) -> None:
         self._pool = pool
@@ -47,8 +45,7 @@ class RunMigration:
                 return
         assert self._planner is not None
         movable = {name: e for name, e in engines.items() if isinstance(e, SGLangEngine)}
-        balancer = Balancer(running, movable, self._planner, self._every)
-        with balancer:
+        with Balancer(running, movable, self._planner) as balancer:
             yield
         self._write({"moves": balancer.moves, "sizes": []})
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.engine import EngineError
+from megatron_rlspec.extensions.migration import balancer
 from megatron_rlspec.extensions.migration.balancer import Balancer
 from megatron_rlspec.extensions.migration.moves import cut_off
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
@@ -191,14 +192,15 @@ def test_an_error_of_the_caller_ends_the_moves() -> None:
         pool.generate(requests(12), SAMPLING, fails)
 
 
-def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
+def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one(monkeypatch) -> None:
     """All samples have one prompt, which one engine gets. Every sample costs as much as the first."""
+    monkeypatch.setattr(balancer, "PERIOD", 0.02)
     engines = named(Engine("a"), Engine("b"))
     planner = Rebalancer(STEEP, [OFF])
     balancers = []
 
     def balance(owner) -> Balancer:
-        balancers.append(Balancer(owner, engines, planner, every=4))
+        balancers.append(Balancer(owner, engines, planner))
         return balancers[0]
 
     pool = EnginePool(engines)
@@ -211,14 +213,15 @@ def test_a_balancer_moves_what_a_full_engine_holds_to_an_empty_one() -> None:
     assert first["tokens"] > 3 * len(first["ids"]) and first["ms"] > 0 and first["began"] >= 0
 
 
-def test_a_balancer_that_fails_ends_the_rollout() -> None:
+def test_a_balancer_that_fails_ends_the_rollout(monkeypatch) -> None:
     """Samples that it has taken from an engine would never come back."""
+    monkeypatch.setattr(balancer, "PERIOD", 0.02)
     engines = named(Engine("a"), Engine("b"))
 
     def plan(*_: object) -> list:
         raise ZeroDivisionError("a mistake")
 
     pool = EnginePool(engines)
-    pool.balance = lambda owner: Balancer(owner, engines, SimpleNamespace(plan=plan), every=4)
+    pool.balance = lambda owner: Balancer(owner, engines, SimpleNamespace(plan=plan))
     with pytest.raises(ZeroDivisionError, match="a mistake"):
         pool.generate(requests(12), SAMPLING)

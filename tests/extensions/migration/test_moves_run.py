@@ -16,7 +16,7 @@ def test_a_run_whose_samples_move_draws_the_same(start, tmp_path):
     options |= {"rollout__max_new_tokens": 160, "train__steps": 3, "train__save_every": 0}
     options["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json")
     run(start, tmp_path / "still", **options)
-    run(start, tmp_path / "moved", tail__rebalance="true", tail__every=4, **options)
+    run(start, tmp_path / "moved", tail__rebalance="true", **options)
     assert drawn(tmp_path / "moved") == drawn(tmp_path / "still")
     assert not (tmp_path / "still/moves.jsonl").exists()
     rows = read_records(tmp_path / "moved/moves.jsonl")

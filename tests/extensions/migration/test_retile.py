@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 import regroup_rank
 import retile_rank
-import torch.distributed as dist
 from train_ranks import on_ranks
-
-from megatron_rlspec.extensions.migration.embedded.groups import Groups
 
 
 @pytest.mark.parametrize(
@@ -93,14 +90,3 @@ def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, undisturbed):
     found = run(tmp_path, scripts)
     assert found["texts"] == [[s.tokens.tolist() for s in undisturbed]] * len(scripts)
     assert len(found["changes"]) >= 100
-
-
-def test_all_ranks_of_a_new_group_meet_before_some_of_them_trade(monkeypatch):
-    """NCCL's first message in a group waits for all of its ranks, and `trade` has nothing for some of them."""
-    calls = []
-    monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 4 if group is None else 2)
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda blocks: (blocks[0], blocks))
-    monkeypatch.setattr(dist, "barrier", calls.append)
-    groups = Groups()
-    assert groups.of(2) is groups.of(2) and calls == [[0, 1]]

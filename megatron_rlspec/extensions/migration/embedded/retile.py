@@ -1,33 +1,30 @@
 """Change the tensor-parallel size between two rounds: weights and KV caches change hands, nothing is loaded anew.
 
-Source: PAT, section 4.3. Weights and caches move layer by layer, so that peak memory grows by 1.5 layers at most. PAT
-gathers every tensor on every rank and slices it; here each rank receives exactly the heads and columns of its new
-shard (`exchange`). Both keep PAT's canonical map: at size t, rank r holds
-shard r mod t, in the order of heads.
+Source: PAT, section 4.3. Every tensor is gathered on the ranks that need it, layer by layer, and each rank keeps its
+slice. The canonical map is PAT's, too: at size t, rank r holds shard r mod t, in the order of heads.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec.extensions.migration.embedded.groups import Groups, trade
+from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Decoder, Parameter
-from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
+from megatron_rlspec.rollout.embedded.parallel import TensorParallel
 
 
 class Switch:
     """A change of the tensor-parallel size from `old` to `new`, seen from one rank.
 
     `wide` is the group of the larger size: all that moves, moves inside it. Ranks are counted in it. It holds
-    `wide.size / old` groups before the change and `wide.size / new` after it. A *unit* is 1 / `wide.size` of a split
-    dimension, so each shard is a whole number of units.
+    `wide.size / old` groups before the change and `wide.size / new` after it.
 
     One of the sizes divides the other, and both divide the job.
     """
@@ -37,11 +34,7 @@ class Switch:
         self.new = new
         self.before = groups.of(old)
         self.after = groups.of(new)
-        self.wide: Solo | TensorParallel = groups.of(max(old, new))
-
-    @property
-    def ranks(self) -> range:
-        return range(self.wide.size)
+        self.wide = groups.of(max(old, new))
 
     @property
     def old_group(self) -> int:
@@ -52,19 +45,6 @@ class Switch:
     def new_group(self) -> int:
         """Return this rank's group after the change."""
         return self.wide.rank // self.new
-
-    def units(self, source: int, target: int) -> tuple[int, int, int]:
-        """Return the units that the old shard of `source` and the new shard of `target` share.
-
-        Returns their count, and the first of them within the old and within the new shard; zeros if they share none.
-        """
-        old_units = self.wide.size // self.old
-        new_units = self.wide.size // self.new
-        old_first = source % self.old * old_units
-        new_first = target % self.new * new_units
-        first = max(old_first, new_first)
-        count = min(old_first + old_units, new_first + new_units) - first
-        return (count, first - old_first, first - new_first) if count > 0 else (0, 0, 0)
 
 
 def retile(
@@ -88,23 +68,21 @@ def retile(
 
 
 def retile_weights(model: Decoder, switch: Switch) -> None:
-    """Give every rank its part of the weights at the new size, as many parameters at a time as a layer has at most.
+    """Give every rank its part of the weights at the new size, one parameter after the other.
 
-    Every reference to a parameter stays valid. The largest parameters go while the model is small: first if it grows on
-    a rank, last if it shrinks. Raises ValueError for a size that does not divide the model; nothing has changed then.
+    Every reference to a parameter stays valid. Raises ValueError for a size that does not divide the model; nothing has
+    changed then.
     """
     comm = switch.after
     model.arch.check_size(comm.size)
-    split = [index for index, old in enumerate(model.parameters) if old.split is not None]
-    grows = comm.size < model.comm.size
-    split.sort(key=lambda index: model.parameters[index].fused.numel(), reverse=grows)
-    layer = model.layers[0]
-    most = sum(x.numel() for x in (layer.qkv, layer.out, layer.gate_up, layer.down))
-    while split:
-        sizes = itertools.accumulate(model.parameters[index].fused.numel() for index in split)
-        count = max(1, sum(size <= most for size in sizes))
-        _replace(model, split[:count], switch)
-        split = split[count:]
+    for index, parameter in enumerate(model.parameters):
+        if parameter.split is None:
+            continue
+        part = _part_of(parameter, switch)
+        model.packed.forget(parameter.fused)
+        parameter.fused.data = part.fused
+        model.parameters[index] = part._replace(fused=parameter.fused)
+        model.name_blocks(model.parameters[index])
     model.comm = comm
     model.heads = model.arch.heads // comm.size
     model.kv_heads = model.arch.kv_heads // comm.size
@@ -116,85 +94,15 @@ def retile_weights(model: Decoder, switch: Switch) -> None:
 
 
 @torch.no_grad()
-def _replace(model: Decoder, indices: Sequence[int], switch: Switch) -> None:
-    """Exchange some parameters for those of the new size."""
-    changes = []
-    for index in indices:
-        old = model.parameters[index]
-        changes.append((old, resized(old, switch.old, switch.new)))
-    exchange(switch, changes)
-    for index, (old, new) in zip(indices, changes, strict=True):
-        model.packed.forget(old.fused)
-        old.fused.data = new.fused
-        model.parameters[index] = new._replace(fused=old.fused)
-        model.name_blocks(model.parameters[index])
-
-
-def resized(parameter: Parameter, old: int, new: int) -> Parameter:
-    """Return an empty parameter for a rank of `new` instead of `old` tensor-parallel ranks."""
-    shape = list(parameter.fused.shape)
-    rows = dict(parameter.rows)
-    if parameter.split is not None:
-        shape[parameter.split] = shape[parameter.split] * old // new
-    if parameter.split == 0:
-        rows = {name: count * old // new for name, count in rows.items()}
-    return Parameter(parameter.fused.new_empty(shape), rows, parameter.split)
-
-
-def exchange(switch: Switch, changes: Sequence[tuple[Parameter, Parameter]]) -> None:
-    """Fill this rank's part of new parameters from the ranks of its old group that hold pieces of it.
-
-    All messages are under way at once, and what this rank has itself is copied meanwhile. Rows travel from parameter to
-    parameter; of columns, one of both sides makes a contiguous copy.
-    """
-    leaving = []
-    landing = []
-    copies = []  # (where a message lands, what it is copied to)
-    for old, new in changes:
-        for rank, going, coming in _pieces(switch, old, new):
-            if rank == switch.wide.rank:
-                copies.append((going, coming))
-                continue
-            if going.numel():
-                leaving.append((rank, going.contiguous()))
-            if coming.numel():
-                landed = coming if coming.is_contiguous() else coming.new_empty(coming.shape)
-                landing.append((rank, landed, coming))
-    works = trade(switch.wide, leaving, [(rank, landed) for rank, landed, _ in landing])
-    for going, coming in copies:
-        coming.copy_(going)
-    for work in works:
-        work.wait()
-    for _, landed, coming in landing:
-        coming.copy_(landed)
-
-
-def _pieces(switch: Switch, old: Parameter, new: Parameter) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each rank of the old group, which holds the whole, with the views that it gets from here and sends here."""
-    me = switch.wide.rank
-    old_units = switch.wide.size // switch.old
-    new_units = switch.wide.size // switch.new
-    first = switch.old_group * switch.old
-    for source, target in zip(old.blocks().values(), new.blocks().values(), strict=True):
-        for rank in range(first, first + switch.old):
-            count, begin, _ = switch.units(me, rank)
-            going = _units(source, old.split, count, begin, old_units)
-            count, _, begin = switch.units(rank, me)
-            coming = _units(target, old.split, count, begin, new_units)
-            yield rank, going, coming
-
-
-def _units(
-    shard: Tensor,
-    split: int | None,
-    count: int,
-    first: int,
-    units: int,
-) -> Tensor:
-    """Return `count` of the `units` units of a shard, from the unit `first` on."""
-    assert split is not None
-    unit = shard.shape[split] // units
-    return shard.narrow(split, first * unit, count * unit)
+def _part_of(parameter: Parameter, switch: Switch) -> Parameter:
+    """Return this rank's part of a split parameter at the new size."""
+    assert parameter.split is not None
+    blocks = {}
+    for name, shard in parameter.blocks().items():
+        whole = switch.before.concat(shard, parameter.split)
+        blocks[name] = whole.chunk(switch.new, parameter.split)[switch.after.rank]
+    rows = {name: len(block) for name, block in blocks.items()}
+    return Parameter(torch.cat(list(blocks.values())), rows, parameter.split)
 
 
 class CacheRow(NamedTuple):
@@ -234,31 +142,6 @@ class CacheRow(NamedTuple):
         )
 
 
-class Stretch(NamedTuple):
-    """Columns [first, last) of a row or a prefix, with their slots where this rank has them."""
-
-    source: int
-    target: int
-    first: int
-    last: int
-    drafted: int  # columns before it hold the drafter's keys
-    # slots of column `first` and those after it, if this rank's old group is the source
-    old: np.ndarray | None
-    new: np.ndarray | None  # if its new group is the target and has room
-
-    def cut(self, first: int, last: int) -> Stretch:
-        """Return the part of this stretch in columns [first, last)."""
-        first = min(max(first, self.first), self.last)
-        last = min(max(last, first), self.last)
-        part = slice(first - self.first, last - self.first)
-        old, new = _part(self.old, part), _part(self.new, part)
-        return self._replace(first=first, last=last, old=old, new=new)
-
-
-def _part(slots: np.ndarray | None, part: slice) -> np.ndarray | None:
-    return None if slots is None else slots[part]
-
-
 def retile_cache(
     cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int], switch: Switch
 ) -> dict[str, int]:
@@ -280,22 +163,23 @@ def retile_cache(
             seat = _seat(cache, row)
             if seat is not None:
                 seated[row.id] = seat
-    stretches = list(_stretches(cache, rows, old_slots, seated, switch))
-    drafted = [stretch.cut(0, stretch.drafted) for stretch in stretches]
-    undrafted = [stretch.cut(stretch.drafted - 1, stretch.last) for stretch in stretches]
-    width = cache.model.arch.head_dim
-    for layer in range(len(cache.kv)):
-        # keys and values apart
-        pool = cache.kv[layer]
-        cache.kv[layer] = pool.view(len(pool), 2, -1, width)
-        del pool  # `_move` releases it
-        moving = drafted if layer >= cache.model.arch.layers else stretches
-        _move(cache.kv, layer, cache.total, moving, switch, split=True)
-        cache.kv[layer] = cache.kv[layer].flatten(1, 2)
-    hidden = [cache.hidden[:, None, None]]
-    cache.hidden = cache.hidden.new_empty(0)
-    _move(hidden, 0, cache.total, undrafted, switch, split=False)
-    cache.hidden = hidden[0][:, 0, 0]
+    moving = _moving(cache, rows, old_slots, seated, switch)
+    drafted = [columns[:, columns[0] < columns[1]] for columns in moving]
+    undrafted = [columns[:, columns[0] >= columns[1] - 1] for columns in moving]
+    own = switch.old_group
+    for layer, pool in enumerate(cache.kv):
+        columns = drafted if layer >= cache.model.arch.layers else moving
+        held = pool[columns[own][2]].unflatten(1, (2, -1))
+        cache.kv[layer] = pool = held.new_empty(0)  # release the old pool before the new one is made
+        held = switch.before.concat(held, 2)  # all heads
+        share = held.shape[2] // switch.new
+        first = share * switch.after.rank
+        heads = slice(first, first + share)
+        cache.kv[layer] = _spread(held, heads, cache.total, columns, switch).flatten(1, 2)
+    held = cache.hidden[undrafted[own][2]][:, None, None]
+    cache.hidden = held.new_empty(0)
+    every = slice(None)  # all ranks of a group hold all
+    cache.hidden = _spread(held, every, cache.total, undrafted, switch)[:, 0, 0]
     return seated
 
 
@@ -308,25 +192,28 @@ def _seat(cache: Cache, row: CacheRow) -> int | None:
     return new
 
 
-def _stretches(
+def _moving(
     cache: Cache,
     rows: Sequence[CacheRow],
     old_slots: Mapping[str, np.ndarray],
     seated: Mapping[str, int],
     switch: Switch,
-) -> Iterator[Stretch]:
-    """Yield what moves: every row's own columns, and each prefix once a target, from the first row that has it."""
+) -> list[np.ndarray]:
+    """Return what moves from each old group, `[4, n]`: column, end of the drafter's keys, slot before, slot after.
+
+    That is every row's own columns, and each prefix once a target, from the first row that has it. A slot that this
+    rank does not have is -1.
+    """
+    elsewhere = np.full(cache.columns, -1)
+    groups = switch.wide.size // switch.old
+    moving = [[np.zeros((4, 0), np.int64)] for _ in range(groups)]
     carried = set()
     for row in rows:
-        old = old_slots.get(row.id)
+        old = old_slots.get(row.id, elsewhere)
         new = seated.get(row.id)
-        groups = row.source, row.target
         prompt = row.prompt_len - 1
-        own = slice(prompt, row.computed)
-        slots = None if new is None else cache.slots[new]
-        yield Stretch(
-            *groups, prompt, row.computed, row.drafted, _part(old, own), _part(slots, own)
-        )
+        slots = elsewhere if new is None else cache.slots[new]
+        moving[row.source].append(_columns(prompt, row.computed, row.drafted, old, slots))
         shared = row.tokens[:prompt].tobytes()
         key = (row.target, shared if cache.share_prefix else row.id)
         if key in carried:
@@ -335,90 +222,40 @@ def _stretches(
         prefix = None if new is None else cache.prefix[new]
         if prefix is None and row.target == switch.new_group:
             prefix = cache.prefixes.get(shared)  # of a later row, if this one has no room
-        last = row.prefix_computed
+        slots = elsewhere
         if prefix is not None:
-            prefix.computed = last
+            prefix.computed = row.prefix_computed
             prefix.drafted = row.prefix_drafted
-        slots = None if prefix is None else prefix.slots
-        whole = slice(last)
-        yield Stretch(*groups, 0, last, row.prefix_drafted, _part(old, whole), _part(slots, whole))
+            slots = prefix.slots
+        moving[row.source].append(_columns(0, row.prefix_computed, row.prefix_drafted, old, slots))
+    return [np.concatenate(parts, 1) for parts in moving]
 
 
-def _move(
-    pools: list[Tensor],
-    index: int,
-    slots: int,
-    stretches: Sequence[Stretch],
-    switch: Switch,
-    split: bool,
-) -> None:
-    """Replace pool `index`, [old slots, parts, old heads, width], by one of `slots` slots that holds what moved here.
+def _columns(first: int, last: int, drafted: int, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    columns = np.arange(first, last)
+    ends = np.full_like(columns, drafted)
+    return np.stack([columns, ends, old[first:last], new[first:last]])
 
-    split  whether ranks hold different heads; otherwise all ranks of a group hold all
+
+def _spread(
+    held: Tensor, heads: slice, slots: int, moving: Sequence[np.ndarray], switch: Switch
+) -> Tensor:
+    """Return a pool of `slots` slots with what moved here: each old group's columns go to all ranks, one after another.
+
+    held   the columns of this rank's old group, [columns, parts, all heads, width]
+    heads  those that this rank keeps
     """
-    me = switch.wide.rank
-    pool = pools[index]
-    _, parts, old_heads, width = pool.shape
-    heads = old_heads
-    unit = old_heads
-    if split:
-        heads = old_heads * switch.old // switch.new
-        unit = old_heads * switch.old // switch.wide.size
-
-    def shared(source: int, target: int) -> tuple[int, int, int]:
-        """Return the heads that two ranks share: their count, and the first one in the old and in the new shard."""
-        if split:
-            count, first, new_first = switch.units(source, target)
-            return count * unit, first * unit, new_first * unit
-        # one rank of the source sends
-        return unit * (source % switch.old == target % switch.old), 0, 0
-
-    def between(source: int, target: int) -> list[Stretch]:
-        """Return the stretches that move between the groups of two ranks."""
-        groups = (source // switch.old, target // switch.new)
-        moving = [s for s in stretches if (s.source, s.target) == groups]
-        return [s for s in moving if s.last > s.first]
-
-    buffers: dict[tuple[int, int, int], Tensor] = {}  # several ranks may get the same
-    send = []
-    coming: list[list[Stretch]] = []
-    sizes = []
-    for rank in switch.ranks:
-        count, first, _ = shared(me, rank)
-        key = (rank // switch.new, first, count)
-        if key not in buffers:
-            going = between(me, rank) if count else []
-            columns = [pool[s.old, :, first : first + count].reshape(-1) for s in going]
-            # of the pool's type and device also if nothing goes
-            buffers[key] = torch.cat([pool.new_empty(0), *columns])
-        send.append(buffers[key])
-        count, _, _ = shared(rank, me)
-        coming.append(between(rank, me) if count else [])
-        slots_coming = sum(s.last - s.first for s in coming[-1])
-        sizes.append(slots_coming * parts * count * width)
-    pools[index] = pool = pool.new_empty(0)  # release the old pool before the new one is made
-    received = []
-    leaving = []
-    arriving = []
-    for rank, size in enumerate(sizes):
-        if rank == me:
-            received.append(send[me])
+    assert isinstance(switch.wide, TensorParallel)
+    kept = held[:, :, heads]
+    pool = held.new_zeros(slots, *kept.shape[1:])
+    for source, columns in enumerate(moving):
+        new = columns[3]
+        if not len(new):
             continue
-        received.append(pool.new_empty(size))
-        if len(send[rank]):
-            leaving.append((rank, send[rank]))
-        if size:
-            arriving.append((rank, received[rank]))
-    for work in trade(switch.wide, leaving, arriving):
-        work.wait()
-    del buffers, send, leaving, arriving
-    pools[index] = pool.new_zeros(slots, parts, heads, width)
-    for rank, flat, stretches_here in zip(switch.ranks, received, coming, strict=True):
-        if not stretches_here:
-            continue
-        count, _, first = shared(rank, me)
-        lengths = [s.last - s.first for s in stretches_here]
-        rows = flat.view(sum(lengths), parts, count, width).split(lengths)
-        for s, columns in zip(stretches_here, rows, strict=True):
-            if s.new is not None:
-                pools[index][s.new, :, first : first + count] = columns
+        part = held
+        if source != switch.old_group:
+            part = held.new_empty(len(new), *held.shape[1:])
+        dist.broadcast(part, group=switch.wide.group, group_src=source * switch.old)
+        here = new >= 0
+        pool[new[here]] = part[here][:, :, heads]
+    return pool
