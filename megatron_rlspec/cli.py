@@ -40,7 +40,7 @@ COMMANDS = {
     ),
     "report": Command(
         "commands.report:main",
-        "one HTML page of a run, or of several side by side",
+        "one HTML page of a run",
         "rlspec report runs/mine",
     ),
     "convert": Command(

@@ -64,9 +64,9 @@ def run_dir(tmp_path):
     return folder
 
 
-def page_of(*run_dirs):
-    out = run_dirs[0] / "page.html"
-    assert report.main([*map(str, run_dirs), "--out", str(out)]) == 0
+def page_of(run_dir):
+    out = run_dir / "page.html"
+    assert report.main([str(run_dir), "--out", str(out)]) == 0
     return out.read_text()
 
 
@@ -80,14 +80,6 @@ def test_the_page_of_one_run(run_dir):
     assert "<td>engine-0</td><td>engine-1</td><td>kv</td><td>2</td><td>12</td><td>no room</td>" in page
     assert "<td>4</td><td>1</td><td>2</td><td>5</td>" in page
     assert "http:" not in page and "https:" not in page and page.count("url(") == page.count("url(#")
-
-
-def test_several_runs_are_compared(run_dir, tmp_path):
-    other = write(tmp_path / "other", metrics=[{"step": 0, "rollout/reward": 0.25}])
-    (other / "config.json").write_text(json.dumps({"rollout": {"engine": "embedded"}}))
-    page = page_of(run_dir, other)
-    assert "Options that differ between the runs" in page and '<td class="wrap">embedded</td>' in page
-    assert page.count("<h3>Reward</h3>") == 1 and "rollout.engine differs: do not compare tokens/s" in page
 
 
 def test_hostile_texts_stay_texts(tmp_path):

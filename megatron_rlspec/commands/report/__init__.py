@@ -1,4 +1,4 @@
-"""`rlspec report RUN_DIR [RUN_DIR ...]`: one self-contained HTML page of a run, or of several runs side by side."""
+"""`rlspec report RUN_DIR`: one self-contained HTML page of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +31,6 @@ TILES = {
 }
 LAST_SHARE = 0.1  # of the steps, over which the tiles take their means
 LAST_LEAST = 5  # of those steps
-# Options that make tokens/s and accept lengths of two runs incomparable.
-DECISIVE = ("rollout.engine", "rollout.engines", "spec.mode", "spec.num_steps", "model.path")
 
 
 class Tile(NamedTuple):
@@ -53,9 +50,8 @@ def parser() -> arguments.Parser:
         example="rlspec report runs/mine",
     )
     add = p.add_argument
-    add("run_dir", type=Path, nargs="+", metavar="RUN_DIR", help="train.run_dir of a run")
-    default = "default: report.html in RUN_DIR; of several: runs.html"
-    add("--out", type=Path, metavar="FILE", help=default)
+    add("run_dir", type=Path, metavar="RUN_DIR", help="train.run_dir of a run")
+    add("--out", type=Path, metavar="FILE", help="default: report.html in RUN_DIR")
     return p
 
 
@@ -63,39 +59,26 @@ def main(argv: list[str] | None = None) -> int:
     """Write the page and print its path. Raises FileError."""
     command = parser()
     options = command.parse_args(argv)
-    directories = options.run_dir
-    name = "report.html" if len(directories) == 1 else "runs.html"
-    out = options.out or directories[0] / name
-    runs = []
-    for directory in directories:
-        run = read_run(directory)
-        if not run.steps:
-            command.error(
-                f"{directory}: no metrics.jsonl with at least one step; "
-                "expected a run directory of `rlspec train`"
-            )
-        runs.append(run)
-    inputs = {f"the run {directory}": directory for directory in directories}
-    if out.suffix == ".html":
-        inputs = {}  # an older page in a run directory is replaced
+    directory = options.run_dir
+    out = options.out or directory / "report.html"
+    run = read_run(directory)
+    if not run.steps:
+        command.error(
+            f"{directory}: no metrics.jsonl with at least one step; "
+            "expected a run directory of `rlspec train`"
+        )
+    # an older page in a run directory is replaced
+    inputs = {} if out.suffix == ".html" else {f"the run {directory}": directory}
     files.check_outputs({"--out": out}, inputs)
-    page = render(distinct(runs, directories))
+    page = render(run)
     # A text may hold half a surrogate pair, which becomes "?".
     files.write_output(out, page.encode("utf-8", "replace"))
     print(out)
     return 0
 
 
-def distinct(runs: Sequence[Run], directories: Sequence[Path]) -> list[Run]:
-    """Name each run by the last two parts of its path, or by its path where those are equal."""
-    names = ["/".join(directory.resolve().parts[-2:]) for directory in directories]
-    if len(set(names)) < len(names):
-        names = [str(directory) for directory in directories]
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
-
-
-def render(runs: Sequence[Run]) -> str:
-    """Return the page of one run, or of several side by side."""
+def render(run: Run) -> str:
+    """Return the page of a run."""
     import jinja2
 
     script = (HERE / "page.js").read_text()
@@ -104,67 +87,36 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["short"] = charts.short
     template = environment.from_string((HERE / "page.html.j2").read_text())
-    values = _values_of_one(runs[0]) if len(runs) == 1 else _values_of_several(runs)
-    return template.render(
-        title=" and ".join(run.name for run in runs),
-        style=(HERE / "page.css").read_text(),
-        script=script,
-        digest=digest,
-        runs=[_head(run) for run in runs],
-        glossary=_glossary(values["drawings"]),
-        hint=_hint,
-        made=time.strftime("%Y-%m-%d %H:%M"),
-        **values,
-    )
-
-
-def _values_of_one(run: Run) -> dict[str, Any]:
-    """Return the template's values of a page with one run."""
+    drawings = figures.of_run(run)
+    held_out = [mark.value for mark in figures.evaluations(run.events, "reward")]
+    tiles = [_tile(run, key, label) for key, label in TILES.items()]
     moves = []
     sizes = []
     for rollout in run.rollouts:
         step = rollout["step"] + 1
         moves += [(step, move) for move in rollout["moves"]]
         sizes += [(step, size) for size in rollout.get("sizes", [])]
-    return {
-        "one": run,
-        "drawings": figures.of_run(run),
-        "moves": moves[-MOVES_SHOWN:],
-        "sizes": sizes[-MOVES_SHOWN:],
-        "unusual": _unusual(run),
-        "compared": _compared_drafters(run.comparison),
-        "samples": _samples(run.samples),
-        "options": run.changed_options(),
-        "config": json.dumps(run.config, indent=1) if run.config else "",
-    }
-
-
-def _values_of_several(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the template's values of a page with several runs."""
-    options = _differing_options(runs)
-    return {
-        "one": None,
-        "drawings": figures.of_runs(runs),
-        "options": options,
-        "unlike": [name for name, *_ in options if name in DECISIVE],
-    }
-
-
-def _head(run: Run) -> dict[str, Any]:
-    """Return what the head of the page says about a run."""
-    held_out = [mark.value for mark in figures.evaluations(run.events, "reward")]
-    tiles = []
-    for key, label in TILES.items():
-        tile = _tile(run, key, label)
-        if tile:
-            tiles.append(tile)
-    return {
-        "name": run.name,
-        "facts": _facts(run),
-        "tiles": tiles,
-        "saving": saving(run.steps),
-        "held_out": (held_out[0], held_out[-1]) if len(held_out) > 1 else None,
-    }
+    return template.render(
+        run=run,
+        facts=_facts(run),
+        tiles=filter(None, tiles),
+        saving=saving(run.steps),
+        held_out=(held_out[0], held_out[-1]) if len(held_out) > 1 else None,
+        style=(HERE / "page.css").read_text(),
+        script=script,
+        digest=digest,
+        drawings=drawings,
+        glossary=_glossary(drawings),
+        hint=_hint,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        moves=moves[-MOVES_SHOWN:],
+        sizes=sizes[-MOVES_SHOWN:],
+        unusual=_unusual(run),
+        compared=_compared_drafters(run.comparison),
+        samples=_samples(run.samples),
+        options=run.changed_options(),
+        config=json.dumps(run.config, indent=1) if run.config else "",
+    )
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -246,17 +198,6 @@ def _compared_drafters(table: Record) -> list[list[str]]:
 
 def _interval(row: Record) -> str:
     return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-
-
-def _differing_options(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return (option, its value in each run) of every option that is not the same in all."""
-    by_run = [options_of(run.config) for run in runs]
-    differing = []
-    for name in sorted(set().union(*by_run)):
-        values = [options.get(name, "") for options in by_run]
-        if len(set(values)) > 1:
-            differing.append((name, *values))
-    return differing
 
 
 def _glossary(drawings: Sequence[DrawnChart]) -> Mapping[str, Metric]:

@@ -1,4 +1,4 @@
-"""Which charts a report has: from the records of a run, or of several runs, to drawings."""
+"""Which charts a report has: from the records of a run to drawings."""
 
 from __future__ import annotations
 
@@ -125,20 +125,6 @@ CHARTS = (
     Chart("Samples that go on in the next step", "", {"rollout/over_drawn": "samples"}),
     Chart("Tokens of continued samples", "", {"rollout/continued_tokens": "tokens"}),
 )
-# (title, unit, key): charts with one line a run, where several runs are compared.
-COMPARED = (
-    ("Reward", "", "rollout/reward"),
-    ("Accept length", "tokens/round", "rollout/accept_length"),
-    ("Drafter agreement at depth 1", "share", "drafter/match_1"),
-    ("Drafter loss at depth 1", "", "drafter/loss_1"),
-    ("Rollout speed", "tokens/s", "rollout/tokens_per_second"),
-    ("Response length", "tokens", "rollout/response_length"),
-    ("Waiting for samples", "s", "seconds_generate"),
-    ("Training", "s", "seconds_train"),
-    ("Entropy", "nats/token", "policy/entropy"),
-    ("Distance from the start", "nats/token", "drift/kl"),
-    ("Loss of the policy", "", "policy/loss"),
-)
 
 
 def of_run(run: Run) -> list[DrawnChart]:
@@ -152,20 +138,6 @@ def of_run(run: Run) -> list[DrawnChart]:
         svg = bars(series) if chart.stacked else lines(series, marks)
         note = "Diamonds: held-out prompts." if marks else chart.note
         drawings.append(DrawnChart(chart.title, note, chart.unit, series, svg))
-    return drawings
-
-
-def of_runs(runs: Sequence[Run]) -> list[DrawnChart]:
-    """Return charts with one line a run."""
-    drawings = []
-    for title, unit, key in COMPARED:
-        series = []
-        for i, run in enumerate(runs):
-            points = points_of(run.steps, key)
-            if points:
-                series.append(Series(run.name, points, key, f"C{i}"))
-        if series:
-            drawings.append(DrawnChart(title, "", unit, series, lines(series)))
     return drawings
 
 

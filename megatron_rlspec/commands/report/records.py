@@ -61,7 +61,7 @@ def read_run(directory: Path) -> Run:
     """Read a run directory. Raises FileError for files that cannot be read."""
     processes = read_records(directory / "process.jsonl")
     return Run(
-        name=directory.resolve().name,
+        name="/".join(directory.resolve().parts[-2:]),
         steps=read_records(directory / "metrics.jsonl"),
         events=read_records(directory / "events.jsonl"),
         samples=read_records(directory / "samples.jsonl"),
