@@ -273,7 +273,6 @@ class Generation:
         if self._engines.pool.continues:
             drawing.keep(sample for sample in samples if sample.status == "aborted")
         if counts is not None:
-            counts["reward_seconds_hidden"] += scoring.hidden
             counts["reward_seconds_waited"] += scoring.waited
         return len(ended), failures
 

@@ -176,7 +176,7 @@ class Rollouts:
         began = time.perf_counter()
         pool = self.engines.pool
         stolen, continued = pool.stolen, pool.continued
-        counts = {"reward_seconds_hidden": 0.0, "reward_seconds_waited": 0.0}
+        counts = {"reward_seconds_waited": 0.0}
         try:
             groups = self.generation.rollout(step, prompts, counts)
         except BaseException:

@@ -113,20 +113,11 @@ class Scorer:
 
 
 class Scoring:
-    """The rewards of one rollout, each computed from `add` on.
-
-    hidden  seconds in which rewards were computed while engines still drew, since `finish`
-    waited  seconds that `finish` took
-    """
+    """The rewards of one rollout, each computed from `add` on. `waited`: seconds that `finish` took."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._results: dict[int, Future[str | None]] = {}  # by the sample's identity
-        self._lock = threading.Lock()
-        self._running = 0
-        self._since = 0.0
-        self._busy = 0.0
-        self.hidden = 0.0
         self.waited = 0.0
 
     def add(self, sample: Sample) -> Future[str | None]:
@@ -134,14 +125,12 @@ class Scoring:
 
         The result is the reason if the reward failed.
         """
-        future = self._results[id(sample)] = self._scorer._threads.submit(self._timed, sample)
+        future = self._results[id(sample)] = self._scorer._threads.submit(self._set, sample)
         return future
 
     def finish(self, samples: Sequence[Sample]) -> list[str]:
         """Set the rewards of these samples, as `Scorer.score` does; those that were not added begin now."""
         began = time.perf_counter()
-        with self._lock:
-            self.hidden = self._busy + (began - self._since if self._running else 0.0)
         for sample in samples:
             if id(sample) not in self._results:
                 self.add(sample)
@@ -155,26 +144,17 @@ class Scoring:
         for future in list(self._results.values()):
             future.cancel()
 
-    def _timed(self, sample: Sample) -> str | None:
-        with self._lock:
-            if self._running == 0:
-                self._since = time.perf_counter()
-            self._running += 1
-        try:
-            answer = self._scorer._judge(sample)
-            sample.reward = answer.get("reward", 0.0)
-            sample.metadata.pop("reward_error", None)
-            error: str | None = answer.get("error")
-            if error is not None:
-                sample.metadata["reward_error"] = error
-            if answer.get("parts"):
-                sample.metadata["reward_parts"] = answer["parts"]
-            return error
-        finally:
-            with self._lock:
-                self._running -= 1
-                if self._running == 0:
-                    self._busy += time.perf_counter() - self._since
+    def _set(self, sample: Sample) -> str | None:
+        """Set the reward of a sample. Returns the reason if it failed."""
+        answer = self._scorer._judge(sample)
+        sample.reward = answer.get("reward", 0.0)
+        sample.metadata.pop("reward_error", None)
+        error: str | None = answer.get("error")
+        if error is not None:
+            sample.metadata["reward_error"] = error
+        if answer.get("parts"):
+            sample.metadata["reward_parts"] = answer["parts"]
+        return error
 
 
 def failed(sample: Sample) -> bool:
