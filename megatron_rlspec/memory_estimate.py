@@ -148,9 +148,7 @@ def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> Ran
     )
 
 
-def activation_bytes(
-    config: Config, hf_config: Mapping[str, Any], stage: int | None = None
-) -> int:
+def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | None = None) -> int:
     """Estimate the activations of a rank of a pipeline stage at the peak of a step; None: of the one with most."""
     parallel = config.parallel
     if stage is None:

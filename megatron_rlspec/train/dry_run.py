@@ -105,7 +105,9 @@ def _table(built: list[Stage]) -> Iterator[str]:
         layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
         cells = [str(number), layers, f"{stage.policy:,}", f"{stage.drafter:,}"]
         cells += [f"{getattr(stage.memory, part) / GIB:.2f}" for part in _MEMORY]
-        yield " ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths.values(), strict=True))
+        yield " ".join(
+            f"{cell:>{width}}" for cell, width in zip(cells, widths.values(), strict=True)
+        )
 
 
 def _engines(

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.commands.report import charts, figures
