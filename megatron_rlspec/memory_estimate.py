@@ -39,10 +39,10 @@ PREFILL_ROWS = 24
 # FlashInfer's workspace for these families. SGLang 0.5.23 takes FlashInfer on GPUs other than Hopper, and makes a
 # workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
 WORKSPACE = 512 * MIB
-# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass. And
-# the most that the output layer's chunks take.
-HIDDEN_ROWS = 6
-MLP_ROWS = 5
+# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass, without
+# and with context parallelism. And the most that logits of the output layer's chunks take.
+HIDDEN_ROWS = 13, 17
+MLP_ROWS = 3
 OUTPUT_CHUNKS = 2 * GIB
 # Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).
 PAGE_TABLES = 4
@@ -156,21 +156,25 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | 
     itemsize = DTYPE_BYTES[config.model.dtype]
     hidden = int(hf_config["hidden_size"])
     mlp = int(hf_config["intermediate_size"])
-    if hf_config.get("num_experts_per_tok"):
-        expert = int(hf_config.get("moe_intermediate_size") or mlp)
-        mlp = expert * int(hf_config["num_experts_per_tok"])
+    vocab = int(hf_config["vocab_size"])
     tokens = config.train.tokens_per_micro_batch // parallel.context
-    layer = tokens * itemsize * (HIDDEN_ROWS * hidden + MLP_ROWS * mlp) // parallel.tensor
+    routed = int(hf_config.get("num_experts_per_tok") or 0)
+    if routed:
+        mlp = routed * int(hf_config.get("moe_intermediate_size") or mlp)
+    cut = HIDDEN_ROWS[parallel.context > 1] * hidden + MLP_ROWS * mlp
+    # Every tensor-parallel rank has whole copies of a token for its experts.
+    layer = tokens * itemsize * (cut // parallel.tensor + routed * hidden)
     kept = tokens * itemsize * hidden if parallel.recompute else layer
     # A stage keeps a micro-batch for itself and for each stage behind it.
     layers = int(hf_config["num_hidden_layers"]) // parallel.pipeline
-    total = layers * (parallel.pipeline - stage) * kept + layer
-    if stage == parallel.pipeline - 1:
-        if config.drafter.train:
-            total += config.drafter.depth * layer
-        logits = 4 * tokens * int(hf_config["vocab_size"]) // parallel.tensor
-        total += min(2 * logits, OUTPUT_CHUNKS)
-    return total
+    kept *= layers * (parallel.pipeline - stage)
+    if stage < parallel.pipeline - 1:
+        return kept + layer
+    drafter = config.drafter.depth * layer if config.drafter.train else 0
+    head_gradient = 4 * hidden * vocab // parallel.tensor
+    logits = 4 * tokens * vocab // parallel.tensor
+    output = head_gradient + min(2 * logits, OUTPUT_CHUNKS)
+    return kept + drafter + max(layer, output)
 
 
 def trainer_memory(
