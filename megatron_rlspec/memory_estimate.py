@@ -39,10 +39,13 @@ PREFILL_ROWS = 24
 # FlashInfer's workspace for these families. SGLang 0.5.23 takes FlashInfer on GPUs other than Hopper, and makes a
 # workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
 WORKSPACE = 512 * MIB
-# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass, without
-# and with context parallelism. And the most that logits of the output layer's chunks take.
-HIDDEN_ROWS = 13, 17
+# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass; those of
+# them that every tensor-parallel rank has without sequence parallelism; and further ones for each rank of context
+# parallelism. And the most that logits of the output layer's chunks take.
+HIDDEN_ROWS = 13
 MLP_ROWS = 3
+WHOLE_ROWS = 4
+CONTEXT_ROWS = 4
 OUTPUT_CHUNKS = 2 * GIB
 # Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).
 PAGE_TABLES = 4
@@ -161,9 +164,11 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | 
     routed = int(hf_config.get("num_experts_per_tok") or 0)
     if routed:
         mlp = routed * int(hf_config.get("moe_intermediate_size") or mlp)
-    cut = HIDDEN_ROWS[parallel.context > 1] * hidden + MLP_ROWS * mlp
-    # Every tensor-parallel rank has whole copies of a token for its experts.
-    layer = tokens * itemsize * (cut // parallel.tensor + routed * hidden)
+    rows = HIDDEN_ROWS + CONTEXT_ROWS * (parallel.context - 1)
+    whole = 0 if parallel.sequence else WHOLE_ROWS
+    cut = (rows - whole) * hidden + MLP_ROWS * mlp
+    # Every tensor-parallel rank has a whole copy of a token for each of its experts.
+    layer = tokens * itemsize * (cut // parallel.tensor + (whole + routed) * hidden)
     kept = tokens * itemsize * hidden if parallel.recompute else layer
     # A stage keeps a micro-batch for itself and for each stage behind it.
     layers = int(hf_config["num_hidden_layers"]) // parallel.pipeline
