@@ -39,8 +39,8 @@ PREFILL_ROWS = 24
 # FlashInfer's workspace for these families. SGLang 0.5.23 takes FlashInfer on GPUs other than Hopper, and makes a
 # workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
 WORKSPACE = 512 * MIB
-# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass; those of
-# them that every tensor-parallel rank has without sequence parallelism; and further ones for each rank of context
+# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass, how
+# many of them every tensor-parallel rank has without sequence parallelism, and how many more for each rank of context
 # parallelism. And the most that logits of the output layer's chunks take.
 HIDDEN_ROWS = 13
 MLP_ROWS = 3
