@@ -4,7 +4,7 @@ Drafts differ in how likely they are to be accepted, and the drafter's own proba
 *product* is the probability that it is accepted up to a draft. A round verifies the drafts whose product reaches a
 threshold. The threshold maximises tokens per ms: it rises with the cost of one more verified token.
 
-* `chances` turns q into a probability of acceptance. It is learnt from verified drafts: each one whose predecessors
+* `table` turns q into a probability of acceptance. It is learnt from verified drafts: each one whose predecessors
   were accepted shows its own outcome. Some requests of every round verify all, so that drafts below the threshold
   show theirs, too.
 * `plan` finds the best threshold by the chains of the latest rounds.
@@ -66,7 +66,7 @@ class Selection:
     many of the batch as the plan says.
 
     counts  [2, BINS] drafts that were verified after accepted ones, and those of them that were accepted
-    table   [CELLS] the chance of a draft in each cell
+    table   [CELLS] the probability that a draft of a cell is accepted if those before it are
     """
 
     def __init__(self, depth: int) -> None:
@@ -87,10 +87,6 @@ class Selection:
     def exploring(self) -> int:
         """Return the first request that verifies all its drafts in the next round; every `EXPLORE`-th after it does."""
         return self._seen % EXPLORE
-
-    def chances(self, logq: np.ndarray) -> np.ndarray:
-        """Return the probability that each draft is accepted if those before it are, of log q of any shape."""
-        return np.asarray(self.table[cells_of(logq)])
 
     def lengths(self, logq: np.ndarray, threshold: float) -> np.ndarray:
         """Return how many drafts [B] of each request to verify, by log q [B, k]."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import plain_server
 import pytest
 import tiny_mimo
@@ -69,9 +70,9 @@ def test_settings_that_do_not_exist_are_refused(value: str, told: str, monkeypat
 def test_rounds_are_counted_by_their_drafts() -> None:
     client = pytest.importorskip("prometheus_client")  # SGLang needs it for /metrics only
     counters = RoundCounters()
-    counters.add(SpecConfig(2), [0, 2], 3)
-    counters.add(SpecConfig(2), [1], 2)
-    counters.add(OFF, [0, 0, 0], 0)
+    counters.add(SpecConfig(2), np.array([0, 2]), 3)
+    counters.add(SpecConfig(2), np.array([1]), 2)
+    counters.add(OFF, np.array([0, 0, 0]), 0)
     value = client.REGISTRY.get_sample_value
     assert value("sglang:rlspec_rounds_total", {"drafts": "2"}) == 2
     assert value("sglang:rlspec_rounds_total", {"drafts": "off"}) == 1

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rlspec.rollout.sglang.cpu.operators import verify_tree_greedy_cpu
 from megatron_rlspec.rollout.sglang.scheduler import ragged, verifier
-from megatron_rlspec.speculation.ragged import EXPLORE, Selection
+from megatron_rlspec.speculation.ragged import EXPLORE, Selection, cells_of
 
 BATCH, STEPS = 70, 4
 
@@ -59,7 +59,7 @@ def test_the_device_chooses_the_likeliest_drafts(selection: Selection, drafts: i
     assert lengths[first] == STEPS
     nodes = [row * (STEPS + 1) + depth for row in range(BATCH) for depth in range(lengths[row] + 1)]
     assert chosen.nodes.tolist() == nodes
-    products = np.cumprod(selection.chances(logq), 1)
+    products = np.cumprod(selection.table[cells_of(logq)], 1)
     verified = np.arange(STEPS) < lengths[:, None]
     usual = np.ones(BATCH, bool)
     usual[first::EXPLORE] = False

@@ -10,7 +10,7 @@ import pytest
 from megatron_rlspec.speculation.acceptance import Acceptance, Prediction
 from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.speculation.ragged import BINS
+from megatron_rlspec.speculation.ragged import BINS, cells_of
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
@@ -263,14 +263,14 @@ def test_chances_of_drafts_begin_with_the_trainers_rows():
     data = {"candidates": [[3, 1, 4]], **json.loads(json.dumps(made.rule()))}
     selection = SpecRule.from_json(data).selection
     unsure = selection._centres[BINS - 8]
-    assert selection.chances(np.array([-1e-5, unsure])) == pytest.approx([1.0, 0.1], abs=0.02)
+    assert selection.table[cells_of(np.array([-1e-5, unsure]))] == pytest.approx([1.0, 0.1], abs=0.02)
     identity = SpecRule.from_json({name: value for name, value in data.items() if name != "chances"}).selection
-    assert identity.chances(np.array(unsure)) == pytest.approx(np.exp(unsure), abs=0.02)
+    assert identity.table[cells_of(np.array(unsure))] == pytest.approx(np.exp(unsure), abs=0.02)
     for _ in range(400):  # half of them are right
         logq = np.full((64, 1), unsure)
         selection.observe(logq, np.ones(64, int), np.arange(64) % 2)
     selection.plan(1, lambda drafts: 1 + drafts)
-    assert selection.chances(np.array(unsure)) == pytest.approx(0.5, abs=0.05)
+    assert selection.table[cells_of(np.array(unsure))] == pytest.approx(0.5, abs=0.05)
     data["chances"][1][3] = 1e9
     with pytest.raises(ValueError, match="chances: expected accepted drafts among the verified"):
         SpecRule.from_json(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rlspec.speculation.ragged import Selection
+from megatron_rlspec.speculation.ragged import Selection, cells_of
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import SpecConfig
@@ -47,7 +47,7 @@ def steep(drafts):
 def test_chances_are_learnt_and_the_threshold_is_the_best_one():
     selection, _, _ = learnt()
     plan = selection.plan(4, steep)
-    assert selection.chances(np.array([SURE, UNSURE])) == pytest.approx([0.99, 0.3], abs=0.03)
+    assert selection.table[cells_of(np.array([SURE, UNSURE]))] == pytest.approx([0.99, 0.3], abs=0.03)
     assert selection.plan(4, flat).verified == 4 and selection.plan(4, flat).share == 1
     assert 0.3 < plan.threshold < 0.98
     # Chains of sure drafts are verified to their first unsure one: 1/2 + 1/4 + 1/8 + 1/16 drafts.
@@ -66,7 +66,7 @@ def test_a_request_that_accepts_all_it_verified_says_nothing_of_the_next_depth()
     selection = Selection(3)
     logq = np.array([[SURE, SURE, UNSURE]])
     counts = selection.observe(logq, np.array([2]), np.array([2]))
-    third = float(selection.chances(np.array(UNSURE)))
+    third = float(selection.table[cells_of(np.array(UNSURE))])
     assert counts == pytest.approx([0, 0, 1 - third, third])
     assert selection.counts.sum() == 4
     # that drafted in another engine's step
@@ -76,7 +76,7 @@ def test_a_request_that_accepts_all_it_verified_says_nothing_of_the_next_depth()
 
 def test_log_q_that_is_no_number_is_the_least_likely():
     selection = Selection(2)
-    assert selection.chances(np.array([np.nan, -np.inf, 1e-9])) == pytest.approx(selection.table[[0, 0, -1]])
+    assert selection.table[cells_of(np.array([np.nan, -np.inf, 1e-9]))] == pytest.approx(selection.table[[0, 0, -1]])
 
 
 def test_a_new_selection_verifies_everything_and_one_after_a_push_goes_on():
@@ -93,7 +93,7 @@ def test_what_was_learnt_of_drafts_outlives_an_engine():
     rule.selection.counts = learnt()[0].counts
     data = {"candidates": [[4, 1, 5]], "roofline": cost.to_json(), "ragged": True, "learnt": rule.report()["learnt"]}
     later = SpecRule.from_json(data).selection
-    assert later.chances(np.array([SURE, UNSURE])) == pytest.approx([0.99, 0.3], abs=0.03)
+    assert later.table[cells_of(np.array([SURE, UNSURE]))] == pytest.approx([0.99, 0.3], abs=0.03)
     assert later.plan(4, steep).verified == 4
     data["learnt"]["chances"][1][3] = 1e9
     with pytest.raises(ValueError, match="chances: expected accepted drafts among the verified"):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_rlspec.host.environment import SHARED
@@ -338,18 +339,19 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
             else SpecConfig(result.speculative_num_draft_tokens - 1)
         )
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
-    running = set()
+    running = []
     for i, request in enumerate(batch.reqs):
         if not (request.finished() or request.is_retracted):
-            running.add(i)
+            running.append(i)
     returned = original(processor, batch, result)
     if not running:
         rounds.interrupt()
         return returned
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
-    drafting = range(len(accepted)) if ran.drafting is None else ran.drafting
-    requests = [i for i in drafting if i in running]
-    counted = [accepted[i] for i in requests]
+    if ran.drafting is not None:
+        running = sorted({*running} & {*ran.drafting})
+    requests = np.array(running, int)
+    counted = np.array(accepted)[requests]
     verified = ran.drafts(requests)
     drafts = int(verified.sum())
     if_all = decisions.decider.observe(ran, counted, verified, requests)

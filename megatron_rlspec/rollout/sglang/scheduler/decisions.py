@@ -36,7 +36,7 @@ class DecodeRound:
     logq: Any = None
     verified: Any = None
 
-    def drafts(self, requests: list[int]) -> np.ndarray:
+    def drafts(self, requests: np.ndarray) -> np.ndarray:
         """Return how many drafts of some requests were verified."""
         if self.verified is None:
             return np.full(len(requests), self.config.num_steps)
@@ -45,12 +45,11 @@ class DecodeRound:
 
     def behind(self, batch: int) -> set[int]:
         """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
-        everyone = set(range(batch))
         if self.config.off:
-            return everyone
+            return set(range(batch))
         if self.drafting is None:
             return set()
-        return everyone - set(self.drafting)
+        return set(range(batch)) - set(self.drafting)
 
 
 class RoundTime(NamedTuple):
@@ -222,9 +221,9 @@ class Decider:
     def observe(
         self,
         ran: DecodeRound,
-        accepted: Sequence[int],
+        accepted: np.ndarray,
         verified: np.ndarray,
-        requests: list[int],
+        requests: np.ndarray,
     ) -> Sequence[float]:
         """Take what some requests of a round, by their indices, accepted. Returns `RoundStats.if_all`."""
         rule = self.rule

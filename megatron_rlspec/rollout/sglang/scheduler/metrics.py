@@ -6,8 +6,9 @@ acceptance where that number changes from round to round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from megatron_rlspec.types import SpecConfig
 
@@ -24,12 +25,12 @@ class RoundCounters:
         self._verified = Counter("sglang:rlspec_verified_drafts", "Drafts that were verified")
         self._accepted = Counter("sglang:rlspec_accepted_drafts", "Drafts that were accepted")
 
-    def add(self, config: SpecConfig, accepted: Sequence[int], verified: int) -> None:
+    def add(self, config: SpecConfig, accepted: np.ndarray, verified: int) -> None:
         """Count a round in which the i-th request accepted accepted[i] drafts, and all verified `verified` of them."""
         self._rounds.labels("off" if config.off else config.num_steps).inc()
         self._drafts.inc(config.num_steps * len(accepted))
         self._verified.inc(verified)
-        self._accepted.inc(sum(accepted))
+        self._accepted.inc(int(accepted.sum()))
 
 
 counters: RoundCounters | None = None  # of this process, with --enable-metrics

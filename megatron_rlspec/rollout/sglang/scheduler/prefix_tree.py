@@ -11,29 +11,32 @@ So the flag follows the results, not the launches.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
+from weakref import WeakSet
 
-# on SGLang's requests: this module set the flag, not the request's sender
-_OURS = "rlspec_kept_out"
+# SGLang's requests whose flag this module set, and not their sender
+_ours: WeakSet[Any] = WeakSet()
 
 
-def follow(requests: Sequence[Any], behind: Container[int]) -> None:
+def follow(requests: Sequence[Any], behind: Collection[int]) -> None:
     """Set the flag of SGLang's running requests for the results about to be processed.
 
     `behind`: indices of the requests whose drafter has not read the tokens that those results add.
     """
+    if not behind and not _ours:
+        return
     for i, request in enumerate(requests):
         if request.finished() or request.is_retracted:
             continue
         if i in behind:
             _keep_out(request)
-        elif getattr(request, _OURS, False):
+        elif request in _ours:
             request.skip_radix_cache_insert = False
-            setattr(request, _OURS, False)
+            _ours.remove(request)
 
 
 def _keep_out(request: Any) -> None:
     if not request.skip_radix_cache_insert:
         request.skip_radix_cache_insert = True
-        setattr(request, _OURS, True)
+        _ours.add(request)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.speculation.round_log import RoundLog
 
@@ -36,7 +38,7 @@ class TimedRounds(RoundLog):
     def observe(
         self,
         ran: DecodeRound,
-        accepted: Sequence[int],
+        accepted: Sequence[int] | np.ndarray,
         verified: int,
         batch: int,
         last: bool,
@@ -57,7 +59,7 @@ class TimedRounds(RoundLog):
         self._caught_up = 0.0
         self._warm_up = max(self._warm_up - 1, 0)
         self._last_end = None if last else now
-        histogram = [accepted.count(n) for n in range(max(accepted, default=-1) + 1)]
+        histogram = np.bincount(accepted).tolist()
         self.add(ran.config, batch, ran.context_tokens, ms, histogram, verified, if_all)
         return ms
 
