@@ -34,6 +34,7 @@ SAME_POLICY = {
     "optimizer__lr": 1e-30,
     "optimizer__warmup_steps": 0,
 }  # changes no weight, so no text depends on the order
+CHOSEN = {"spec__ragged": "true", "spec__learn_costs": "false", "spec__candidate_steps": "1,3"}
 MOVES = {"tail__rebalance": "true", "tail__every": 4}
 COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of which has an engine, and options
     "staleness, KL, two updates, record": (1, AHEAD | SEVERAL | RECORD),
@@ -54,6 +55,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
         | {"rollout__temperature": 0.7, "rollout__top_k": 20},
     ),
     "two engines, partial, staleness": (2, PARTIAL | AHEAD),
+    "partial, chosen drafts": (1, PARTIAL | ADAPTIVE | CHOSEN | RECORD | SAME_POLICY),
     "two SGLang engines, partial": (1, SGLANG | PARTIAL | RECORD | SAME_POLICY | {"algorithm__tis_clip": 2.0}),
 }
 STEPS = 40
@@ -104,8 +106,8 @@ def test_killed_at_random_moments_and_resumed_ends_with_the_same_bytes(start, tm
     if "EAGLE-3" in name:
         make_drafter(start / "model", tmp_path / "drafter", 24)
         options["drafter__path"] = tmp_path / "drafter"
-    if "moves" in name:
-        options["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json")
+    if "moves" in name or "chosen" in name:
+        options["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json", 16.0 if "chosen" in name else 1.0)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     temporary = Path(tempfile.mkdtemp())  # not below tmp_path, whose name is too long for sockets
     monkeypatch.setenv("TMPDIR", str(temporary))
