@@ -284,11 +284,8 @@ class SpecRule:
         self._since_plan = 0
         self._plans = []
         for i, config in enumerate(self.candidates):
-            plan = Plan(0.0, 0.0, 1.0)
-            if config.num_steps:
-                ms = partial(self.times.uneven, i, batch, context_tokens)
-                plan = selection.plan(config.num_steps, ms)
-            self._plans.append(plan)
+            ms = partial(self.times.uneven, i, batch, context_tokens)
+            self._plans.append(selection.plan(config.num_steps, ms))
         self.times.verify([plan.verified for plan in self._plans])
 
     def _tokens(self, candidate: int) -> float:
