@@ -1,4 +1,4 @@
-"""Encode messages between ranks, requests and groups of samples as MessagePack bytes. Nothing is pickled."""
+"""Encode requests and groups of samples as MessagePack bytes, for files. Nothing is pickled."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""Messages and waits between the ranks of a job, as bytes over gloo: from rank 0 to all, from all to all, between two.
+"""Messages and waits between the ranks of a job, over gloo: from rank 0 to all, from all to all, between two.
 
 A rank that waits in a collective of NCCL runs a kernel until the others have come. An engine on the same GPU would then
 get half of its time. So a rank that waits for a decision of another one, and not for tensors, waits here.
+
+A message is any object. It is pickled, as the ranks of a job trust each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,47 +30,32 @@ class Ranks:
         self.size = dist.get_world_size()
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def tell(self, message: bytes | None = None) -> bytes:
+    def tell(self, message: Any = None) -> Any:
         """Return rank 0's message on every rank."""
-        size = torch.tensor([0 if message is None else len(message)])
-        dist.broadcast(size, src=0, group=self.group)
-        data = (
-            _tensor(message) if message is not None else torch.empty(int(size), dtype=torch.uint8)
-        )
-        dist.broadcast(data, src=0, group=self.group)
-        return data.numpy().tobytes()
-
-    def number(self, value: int) -> int:
-        """Return rank 0's number on every rank."""
-        told = torch.tensor([value])
-        dist.broadcast(told, src=0, group=self.group)
-        return int(told)
+        told = [message]
+        dist.broadcast_object_list(told, src=0, group=self.group)
+        return told[0]
 
     def wait(self) -> None:
         """Return when every rank has called this."""
         dist.barrier(group=self.group)
 
-    def share(self, message: bytes) -> list[bytes]:
+    def share(self, message: Any) -> list[Any]:
         """Return the messages of all ranks, on every rank."""
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(message)]), group=self.group)
-        counts = [int(size) for size in sizes]
-        padded = torch.zeros(max(counts), dtype=torch.uint8)
-        padded[: len(message)] = _tensor(message)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.group)
-        return [part[:count].numpy().tobytes() for part, count in zip(parts, counts, strict=True)]
+        shared = [None] * self.size
+        dist.all_gather_object(shared, message, group=self.group)
+        return shared
 
-    def send(self, target: int, message: bytes | torch.Tensor) -> None:
+    def send(self, target: int, message: Any) -> None:
         """Start to send a message, and return. Messages to one rank arrive in order."""
-        data = _tensor(message) if isinstance(message, bytes) else message
+        data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         for part in (torch.tensor([len(data)]), data):
             work = dist.isend(part, target, group=self.group)
             assert work is not None
             self._sent.append((work, part))
 
-    def receive(self, source: int) -> torch.Tensor:
-        """Return the next message [bytes] of a rank."""
+    def receive(self, source: int) -> Any:
+        """Return the next message of a rank."""
         return self.expect(source).wait()
 
     def expect(self, source: int) -> Pending:
@@ -102,15 +90,10 @@ class Pending:
     """A message that arrives while other work goes on."""
 
     def __init__(self, work: dist.Work, data: torch.Tensor) -> None:
+        self.bytes = len(data)
         self._work = work
         self._data = data
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Any:
         self._work.wait()
-        return self._data
-
-
-def _tensor(message: bytes | Sequence[int]) -> torch.Tensor:
-    if not message:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        return pickle.loads(self._data.numpy())

@@ -198,7 +198,7 @@ def exporting(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield export
         return
-    number = number or job().number
+    number = number or job().tell
     done = len(scopes)
     failed = len(scopes) + 1
     if dist.get_rank() == 0:

@@ -105,7 +105,7 @@ class FreshSchedule(DrafterSchedule):
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
             spent = time.perf_counter() - began
             late = spent * (done + 1) / done > seconds  # the next update would be
-            if not self._trainer.config.train.deterministic and ranks.job().number(int(late)):
+            if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
         self._trainer.prediction = prediction  # of texts that it had not learnt from
         if step + 1 >= FRESH_STEPS:

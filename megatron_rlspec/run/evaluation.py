@@ -103,4 +103,4 @@ class Evaluation:
             accept_length = results[""]["accept_length"]
             steady = accept_length - self._last_accept_length < PLATEAU
             self._last_accept_length = accept_length
-        return bool(ranks.job().number(steady))
+        return bool(ranks.job().tell(steady))

@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
@@ -68,7 +67,7 @@ class Rank0:
         if self.main and reason:
             starts_again = self.rollouts is not None and self.rollouts.engines.awaited
             outcome = AGAIN if starts_again else OVER
-        outcome = ranks.job().number(outcome)
+        outcome = ranks.job().tell(outcome)
         if outcome == OVER:
             self.stop(reason)
         return outcome == DONE
@@ -77,5 +76,5 @@ class Rank0:
         """Return rank 0's groups on every rank. Collective."""
         if dist.get_world_size() == 1:
             return groups
-        message = wire.encode(groups) if self.main else None
-        return wire.decode(ranks.job().tell(message), list[Group])
+        shared: list[Group] = ranks.job().tell(groups)
+        return shared

@@ -87,7 +87,7 @@ class Results:
 
         reward  None on other ranks
         """
-        if not ranks.job().number(reward is not None and reward > self.best):
+        if not ranks.job().tell(reward is not None and reward > self.best):
             return False
         self.write("hf-best", reward)
         if reward is not None:

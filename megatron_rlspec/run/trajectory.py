@@ -221,7 +221,7 @@ class TrajectoryRecording:
     def record(self, step: int, groups: Sequence[Group] = ()) -> None:
         """Write the present policy, and the rollouts that `step` trains on; none after the last step. Collective."""
         writer = self._writer
-        if not ranks.job().number(writer is not None and not writer.ended):
+        if not ranks.job().tell(writer is not None and not writer.ended):
             return  # the bytes of train.record_gib are used
         with self._records.clock("record"), exporting(self._trainer.export) as source:
             if source is None or writer is None:

@@ -118,8 +118,8 @@ def leave() -> None:
 
 def first_message(message: str) -> str:
     """Return the first rank's message that is not empty; "" if all are. Collective."""
-    texts = ranks.job().share(message.encode())
-    return next((text for text in texts if text), b"").decode()
+    texts: list[str] = ranks.job().share(message)
+    return next(filter(None, texts), "")
 
 
 def has_transformer_engine() -> bool:

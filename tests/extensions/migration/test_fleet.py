@@ -8,7 +8,6 @@ import fleet_rank
 import pytest
 from train_ranks import on_ranks
 
-from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
 from megatron_rlspec.push.fingerprint import compare
 
@@ -38,6 +37,6 @@ def test_a_tensor_that_one_rank_alone_holds_otherwise_is_found(rank):
     held = [{"good": 7, "changed": 8, "lost": 9} for _ in range(3)]
     held[rank] = {"good": 7, "changed": 5, "more": 6}
     told = SimpleNamespace(tell=lambda order: None)
-    fleet = Fleet(SimpleNamespace(ranks=told, call=lambda *order: [wire.encode(marks) for marks in held]), 8)
+    fleet = Fleet(SimpleNamespace(ranks=told, call=lambda *order: held), 8)
     found = compare({"good": 7, "changed": 8, "lost": 9}, fleet.fingerprints())
     assert found.differing == ("changed", "lost") and found.extra == ("more",)

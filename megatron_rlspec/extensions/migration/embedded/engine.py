@@ -11,17 +11,9 @@ import numpy as np
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import Load, Request, RunningSample, Sampling, SpecSchedule
+from megatron_rlspec.types import Load, Request, RunningSample, Sampling
 
 Land = Callable[[], list[ActiveRequest]]
-# methods that one process has others call, and the types of their arguments; other methods have none
-CALLS: dict[str, Any] = {
-    "generate": tuple[list[Request], Sampling],
-    "set_schedule": tuple[SpecSchedule],
-    "set_spec_rule": tuple[dict[str, Any]],
-    "set_draft_vocabulary": tuple[np.ndarray],
-    "hold": tuple[str],
-}
 
 
 class MigratableEmbeddedEngine(EmbeddedEngine):

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
-from megatron_rlspec.extensions.migration.embedded.member import Member, RankCommand, Requests, Tick
+from megatron_rlspec.extensions.migration.embedded.member import Member, Requests, Tick
 from megatron_rlspec.push.push import PushError
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
@@ -126,7 +125,7 @@ class Fleet:
                     return
                 order = self._tick()
             began = time.perf_counter()
-            self.member.ranks.tell(wire.encode(RankCommand(tick=order)))
+            self.member.ranks.tell(("tick", order))
             try:
                 samples = self.member.tick(order)
             except RuntimeError:  # of the samples of this tick, rank 0's own are known
@@ -225,18 +224,17 @@ class Fleet:
                 raise EngineError(f"embedded engine: {self._lost}") from None
             self._astray = False
 
-    def _call(self, name: str, *arguments: Any) -> list[bytes]:
-        """Call a method of all engines, one call at a time. Returns the encoded results."""
-        encoded = wire.encode(arguments)
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
+        """Call a method of all engines, one call at a time. Returns the results."""
         with self._ordering():
-            self.member.ranks.tell(wire.encode(RankCommand(call=name, arguments=encoded)))
-            return self.member.call(name, encoded)
+            self.member.ranks.tell(("call", name, *arguments))
+            return self.member.call(name, *arguments)
 
     def update_weights(
         self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
     ) -> None:
         with self._ordering():
-            self.member.ranks.tell(wire.encode(RankCommand(push=(version, scope))))
+            self.member.ranks.tell(("update", version, scope))
             self.member.update(version, scope, tensors)
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
@@ -250,7 +248,8 @@ class Fleet:
 
     def spec_rule_report(self) -> dict[str, Any]:
         """Return rank 0's report, which stands for all: every rank has the same rule, and its share of the samples."""
-        return wire.decode(self._call("spec_rule_report")[0], dict[str, Any])
+        report: dict[str, Any] = self._call("spec_rule_report")[0]
+        return report
 
     def hold(self, reason: str) -> None:
         self._call("hold", reason)
@@ -271,13 +270,13 @@ class Fleet:
 
     def stats(self) -> list[RoundStats]:
         stats: list[RoundStats] = []
-        for data in self._call("stats"):
-            stats += wire.decode(data, list[RoundStats])
+        for of_rank in self._call("stats"):
+            stats += of_rank
         return stats
 
     def fingerprints(self) -> dict[str, int]:
         """Compute the fingerprints on all ranks. That of a tensor that differs between ranks is DIFFERS."""
-        ranks = [wire.decode(data, dict[str, int]) for data in self._call("fingerprints")]
+        ranks = self._call("fingerprints")
         marks: dict[str, int] = {}
         for of_rank in ranks:
             marks |= of_rank
@@ -302,7 +301,7 @@ class Fleet:
         with self._lock:
             if not self._closed and not self._astray:
                 with suppress(RuntimeError):  # a rank has died
-                    self.member.ranks.tell(wire.encode(RankCommand(close=True)))
+                    self.member.ranks.tell(("close",))
             self._closed = True
 
 
@@ -331,16 +330,11 @@ class Follower:
     def _follow(self) -> None:
         ranks = self.member.ranks
         while True:
-            order = wire.decode(ranks.tell(), RankCommand)
-            if order.close:
+            method, *arguments = ranks.tell()
+            if method == "close":
                 return
             with suppress(EngineError):  # rank 0 has been told
-                if order.tick is not None:
-                    self.member.tick(order.tick)
-                elif order.push is not None:
-                    self.member.update(*order.push, ())
-                else:
-                    self.member.call(order.call, order.arguments)
+                getattr(self.member, method)(*arguments)
 
     def close(self) -> None:
         """Wait until rank 0 has closed the fleet, but not for ever: it may have died."""

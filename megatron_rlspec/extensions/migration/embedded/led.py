@@ -10,10 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineDescription, EngineError
-from megatron_rlspec.extensions.migration.embedded.engine import CALLS
-from megatron_rlspec.extensions.migration.embedded.member import RankCommand
 from megatron_rlspec.host import ports
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.round_log import Round
@@ -51,7 +48,7 @@ class LedEngine:
             raise
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
-        self._tell("generate", list(requests), sampling)
+        self._tell("generate", requests, sampling)
         try:
             return self.engine.generate(requests, sampling)
         except RuntimeError as error:  # a collective: another rank is gone
@@ -69,10 +66,9 @@ class LedEngine:
 
     def _tell(self, name: str, *arguments: Any) -> None:
         """Have the others call a method of their engines."""
-        command = wire.encode(RankCommand(call=name, arguments=wire.encode(arguments)))
         for rank, pipe in enumerate(self._followers, 1):
             try:
-                pipe.send_bytes(command)
+                pipe.send((name, arguments))
             except OSError:
                 raise EngineError(f"embedded engine: the process of rank {rank} ended") from None
 
@@ -114,9 +110,8 @@ def _follow(
     engine = _join(make, rank, size, meeting)
     while True:
         try:
-            command = wire.decode(pipe.recv_bytes(), RankCommand)
+            name, arguments = pipe.recv()
         except EOFError:
             break
-        arguments = wire.decode(command.arguments, CALLS[command.call])
-        getattr(engine, command.call)(*arguments)
+        getattr(engine, name)(*arguments)
     dist.destroy_process_group()

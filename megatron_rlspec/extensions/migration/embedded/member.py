@@ -12,19 +12,14 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
-import torch
-
-from megatron_rlspec import wire
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.extensions.migration.embedded.engine import CALLS, MigratableEmbeddedEngine
+from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.move import (
     Arrivals,
     KVMessage,
-    Offer,
     RowReservation,
     TransferEndpoint,
 )
@@ -33,7 +28,7 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Pending, Ranks
-from megatron_rlspec.push.bucket import Bucket, Memory, Named, buckets, unpacked
+from megatron_rlspec.push.bucket import Named, buckets
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Load, Request, Sample, Sampling, Scope
 
@@ -41,7 +36,7 @@ BUCKET = 64 << 20  # bytes of weights in one message
 Requests = list[tuple[Request, Sampling]]
 
 
-class Tick(msgspec.Struct, frozen=True):
+class Tick(NamedTuple):
     """Some rounds on all ranks. new: requests of each rank; cap: tokens of a response; aborted, dropped: ids."""
 
     new: list[Requests]
@@ -51,17 +46,7 @@ class Tick(msgspec.Struct, frozen=True):
     cap: int
 
 
-class RankCommand(msgspec.Struct, frozen=True):
-    """What rank 0 has all ranks do: a tick, a push (version, scope), or a method of the engine, by `CALLS`."""
-
-    tick: Tick | None = None
-    push: tuple[int, Scope] | None = None
-    call: str = ""
-    arguments: bytes = b""
-    close: bool = False
-
-
-class Report(msgspec.Struct, frozen=True):
+class Report(NamedTuple):
     """What a rank tells all others after a tick. open: its requests; done: its samples that have ended."""
 
     load: Load
@@ -197,21 +182,16 @@ class Member:
             error=self._error,
         )
         self._moved = []
-        shared = self.ranks.share(wire.encode(report))
-        self.reports = [wire.decode(data, Report) for data in shared]
+        self.reports = self.ranks.share(report)
         if self.ranks.rank:
             if done:
-                self.ranks.send(0, wire.encode(done))
+                self.ranks.send(0, done)
                 self.ranks.flush()
             return []
         for rank, other in enumerate(self.reports):
             if rank and other.done:
-                done += self._receive(rank, list[Sample])
+                done += self.ranks.receive(rank)
         return done
-
-    def _receive(self, rank: int, kind: Any) -> Any:
-        """Receive a message of this type."""
-        return wire.decode(self.ranks.receive(rank).numpy().data, kind)
 
     def _plan(self, order: Tick) -> list[Move]:
         """Return the moves before this tick's rounds: the same on every rank."""
@@ -251,25 +231,24 @@ class Member:
         """As the source: offer samples, and start to send those that are granted. Returns their ids."""
         target = int(move.target)
         offer = self.mover.offer(move.ids)
-        self.ranks.send(target, wire.encode(offer))
-        grants = self._receive(target, list[RowReservation])
-        verified = self.mover.begin(grants)
-        self.ranks.send(target, verified.pack())
+        self.ranks.send(target, offer)
+        grants: list[RowReservation] = self.ranks.receive(target)
+        self.ranks.send(target, self.mover.begin(grants))
         return [grant.id for grant in grants if not grant.refused]
 
     def _send_rest(self, target: int, granted: Sequence[str]) -> None:
         """As the source: send stage 2 of samples that have not ended meanwhile, which leave this rank."""
         first, rest = self.mover.finish(granted)
-        gone = {columns.id for columns in first.header.samples}
+        gone = {columns.id for columns in first.samples}
         self.runs = [run for run in self.runs if run.request.id not in gone]
-        self.ranks.send(target, first.pack())
-        self.ranks.send(target, rest.pack())
+        self.ranks.send(target, first)
+        self.ranks.send(target, rest)
 
     def _expect(self, move: Move) -> Arrival:
         """As the target: reserve room, and start to receive."""
         source = int(move.source)
-        grants = self.mover.grant(self._receive(source, Offer))
-        self.ranks.send(source, wire.encode(grants))
+        grants = self.mover.grant(self.ranks.receive(source))
+        self.ranks.send(source, grants)
         granted = [grant.id for grant in grants if not grant.refused]
         refused = next((grant.refused for grant in grants if grant.refused), "")
         record = MoveRecord(move.source, move.target, [], "kv", 0, refused=refused)
@@ -277,9 +256,8 @@ class Member:
 
     def _take_verified(self, arrival: Arrival) -> None:
         began = time.perf_counter()
-        data = arrival.first.wait()
-        self.mover.take(KVMessage.unpack(data))
-        self._count(arrival, len(data), began)
+        self.mover.take(arrival.first.wait())
+        self._count(arrival, arrival.first, began)
 
     def _land(self, coming: Sequence[Arrival]) -> None:
         """Take what arrives in stage 2 into the second round."""
@@ -288,7 +266,7 @@ class Member:
         for arrival in coming:
             message = self._receive_rest(arrival)
             contexts = {one.id: one.context for one in self.reports[arrival.source].load.running}
-            for columns in message.header.samples:
+            for columns in message.samples:
                 arrival.record.ids.append(columns.id)
                 arrival.record.tokens += contexts.get(columns.id, 0)
             messages.append((arrival.granted, message))
@@ -302,29 +280,28 @@ class Member:
     def _receive_rest(self, arrival: Arrival) -> KVMessage:
         """Receive a message of stage 2."""
         began = time.perf_counter()
-        data = self.ranks.receive(arrival.source)
-        self._count(arrival, len(data), began)
-        return KVMessage.unpack(data)
+        rest = self.ranks.expect(arrival.source)
+        message: KVMessage = rest.wait()
+        self._count(arrival, rest, began)
+        return message
 
-    def _count(self, arrival: Arrival, size: int, began: float) -> None:
-        arrival.record.bytes += size
+    def _count(self, arrival: Arrival, part: Pending, began: float) -> None:
+        arrival.record.bytes += part.bytes
         arrival.record.ms += (time.perf_counter() - began) * 1e3
 
     # ---- everything else --------------------------------------------------------------------------------------------
 
-    def call(self, name: str, encoded: bytes) -> list[bytes]:
-        """Call a method of every rank's engine. Returns the encoded results of all ranks. Raises EngineError."""
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank's engine. Returns the results of all ranks. Raises EngineError."""
         error = ""
-        result = b""
-        arguments = wire.decode(encoded, CALLS[name]) if name in CALLS else ()
+        result = None
         try:
-            result = wire.encode(getattr(self.engine, name)(*arguments))
+            result = getattr(self.engine, name)(*arguments)
         except EngineError as failed:
             error = f"rank {self.ranks.rank}: {failed}"
-        answers = self.ranks.share(wire.encode((error, result)))
-        return self._checked(answers)
+        return self._checked(error, result)
 
-    def update(self, version: int, scope: Scope, tensors: Iterable[Named]) -> None:
+    def update(self, version: int, scope: Scope, tensors: Iterable[Named] = ()) -> None:
         """Update every rank's engine with rank 0's tensors. Raises EngineError on all ranks if one engine fails."""
         error = ""
         stream = self._sent(tensors) if self.ranks.rank == 0 else self._received()
@@ -337,40 +314,33 @@ class Member:
                 stream.close()
             with suppress(EngineError):
                 deque(stream, maxlen=0)
-            answers = self.ranks.share(wire.encode((error, b"")))
-        self._checked(answers)
+            self._checked(error)
 
-    def _checked(self, answers: Sequence[bytes]) -> list[bytes]:
+    def _checked(self, error: str, result: Any = None) -> list[Any]:
         """Return the results of all ranks. Raises EngineError, the first rank's that failed."""
-        decoded = [wire.decode(data, tuple[str, bytes]) for data in answers]
-        for failed, _ in decoded:
+        answers = self.ranks.share((error, result))
+        for failed, _ in answers:
             if failed:
                 raise EngineError(failed)
-        return [result for _, result in decoded]
+        return [result for _, result in answers]
 
     def _sent(self, tensors: Iterable[Named]) -> Generator[Named, None, None]:
         """Yield rank 0's tensors after every rank has them."""
-        memory = Memory()
         whole = False
         try:
             for lot in buckets(tensors, BUCKET):
-                bucket = Bucket(lot)
-                bucket.pack(memory)
-                self.ranks.tell(wire.encode(bucket.described))
-                self.ranks.tell(bucket.data().numpy().tobytes())
-                bucket.done()
+                # copies, as a pickled view has all that it is a view of
+                self.ranks.tell([(name, tensor.cpu().clone()) for name, tensor in lot])
                 yield from lot
             whole = True
         finally:
-            self.ranks.tell(wire.encode({"whole": whole}))
+            self.ranks.tell(whole)
 
     def _received(self) -> Generator[Named, None, None]:
         """Yield the tensors of `_sent`. Raises EngineError if rank 0 sent a part of them only."""
-        while True:
-            described = wire.decode(self.ranks.tell(), dict[str, Any])
-            if "whole" in described:
-                break
-            received = bytearray(self.ranks.tell())
-            yield from unpacked(torch.frombuffer(received, dtype=torch.uint8), **described)
-        if not described["whole"]:
+        told = self.ranks.tell()
+        while isinstance(told, list):
+            yield from told
+            told = self.ranks.tell()
+        if not told:
             raise EngineError("the update ended early on rank 0")

@@ -19,17 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Request, Sampling
 
-FRONT = 16  # bytes before a header: its length
 # columns that are reserved beyond a sample's present length; a round commits fewer tokens
 ROOM = 64
 Range = tuple[int, int]  # columns [first, last)
@@ -38,7 +35,7 @@ KINDS = ("drafter", "hidden", "target")  # of data in a message, as the fields o
 Offer = list[tuple[str, np.ndarray, int]]
 
 
-class RowReservation(msgspec.Struct, frozen=True):
+class RowReservation(NamedTuple):
     """The answer for one sample. Columns below `target` and `drafter` are there; `refused`: why it may not come."""
 
     id: str
@@ -47,7 +44,7 @@ class RowReservation(msgspec.Struct, frozen=True):
     refused: str = ""
 
 
-class Columns(msgspec.Struct, frozen=True):
+class Columns(NamedTuple):
     """What a message holds of one sample."""
 
     id: str
@@ -56,39 +53,16 @@ class Columns(msgspec.Struct, frozen=True):
     target: Range = (0, 0)
 
 
-class MoveHeader(msgspec.Struct, frozen=True):
-    """Describes a message. `requests`, each with its sampling: the samples themselves, in the drafter's rest only."""
-
-    dtype: str
-    samples: list[Columns]
-    requests: list[tuple[Request, Sampling]] = []
-
-
 class KVMessage(NamedTuple):
-    """One message: a header, and one contiguous buffer."""
+    """One message.
 
-    header: MoveHeader
-    data: Tensor  # [elements] of the model's dtype
+    data      [elements] of the model's dtype, on the CPU
+    requests  the samples themselves, each with its sampling, in the drafter's rest only
+    """
 
-    def pack(self) -> Tensor:
-        """Return the message as bytes: the header's length, the header, the buffer."""
-        header = wire.encode(self.header)
-        front = bytearray(len(header).to_bytes(FRONT, "little"))
-        front += header
-        front += bytes(-len(header) % FRONT)  # so that the buffer is aligned
-        buffer = self.data.detach().cpu().contiguous()
-        parts = [torch.frombuffer(front, dtype=torch.uint8), buffer.view(torch.uint8).view(-1)]
-        return torch.cat(parts)
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> KVMessage:
-        """Return the message of `pack`."""
-        size = int.from_bytes(bytes(packed[:FRONT].tolist()), "little")
-        body = packed[FRONT:]
-        header = wire.decode(body[:size].numpy().data, MoveHeader)
-        padded = size + -size % FRONT
-        dtype = getattr(torch, header.dtype)
-        return cls(header, body[padded:].view(dtype))
+    samples: list[Columns]
+    data: Tensor
+    requests: Sequence[tuple[Request, Sampling]]
 
 
 class Departure(NamedTuple):
@@ -185,7 +159,7 @@ class TransferEndpoint:
     def take(self, message: KVMessage) -> None:
         """Write stage 1."""
         self._write(message)
-        for columns in message.header.samples:
+        for columns in message.samples:
             row = self.engine.reserved.get(columns.id)
             if row is None:
                 continue
@@ -201,8 +175,7 @@ class TransferEndpoint:
         cache = self.cache
         runs = []
         queued = []
-        header = message.header
-        for (request, sampling), columns in zip(header.requests, header.samples, strict=True):
+        for (request, sampling), columns in zip(message.requests, message.samples, strict=True):
             [run] = engine.scheduler.made([(request, sampling)])
             tokens = run.tokens
             row = engine.reserved.get(request.id)
@@ -315,12 +288,7 @@ class TransferEndpoint:
             columns_of_pool = next(pieces_of_data).view(-1, *pool.shape[1:])
             index = slots[kind].to(pool.device)
             torch.index_select(pool, 0, index, out=columns_of_pool)
-        header = MoveHeader(
-            dtype=str(data.dtype).removeprefix("torch."),
-            samples=[columns for _, columns in parts],
-            requests=list(requests),
-        )
-        return KVMessage(header, data)
+        return KVMessage([columns for _, columns in parts], data.cpu(), requests)
 
     def _write(self, message: KVMessage, only: set[str] | None = None) -> None:
         """Copy a buffer into the slots of the reserved rows. What belongs to other ids is left out."""
@@ -329,7 +297,7 @@ class TransferEndpoint:
         for kind in KINDS:
             pieces = []
             masks = []
-            for columns in message.header.samples:
+            for columns in message.samples:
                 first, last = getattr(columns, kind)
                 row = self.engine.reserved.get(columns.id)
                 written = row is not None and (only is None or columns.id in only)

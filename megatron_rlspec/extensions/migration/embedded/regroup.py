@@ -7,11 +7,8 @@ of a group draws the same requests; the first one speaks for it. Position-keyed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
-
-from megatron_rlspec import wire
 from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
@@ -24,7 +21,7 @@ from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Request, Sampling
 
 
-class MovingRequest(msgspec.Struct, frozen=True):
+class MovingRequest(NamedTuple):
     """A request of an engine, with what it has so far. row: its place in the cache; None: it has none."""
 
     request: Request
@@ -32,7 +29,7 @@ class MovingRequest(msgspec.Struct, frozen=True):
     row: retile.CacheRow | None
 
 
-class EngineRequests(msgspec.Struct, frozen=True):
+class EngineRequests(NamedTuple):
     """What the first rank of a group tells the others. rule: of its speculation; None under a schedule."""
 
     moving: list[MovingRequest]
@@ -56,8 +53,7 @@ def regroup(
     switch = retile.Switch(groups, old, size)
     engine.model.arch.check_size(size)
     requests_here = _requests_of(engine, switch, speaks=switch.before.rank == 0)
-    shared = ranks.share(wire.encode(requests_here))
-    told = [wire.decode(data, EngineRequests) for data in shared]
+    told: list[EngineRequests] = ranks.share(requests_here)
     first = ranks.rank // switch.wide.size * switch.wide.size
     block = told[first : first + switch.wide.size]
     moving: list[MovingRequest] = []
