@@ -136,8 +136,7 @@ class Canary:
             expected = last_good
         elif last_good is not None:
             expected = min(expected, last_good)
-        settings = self.settings
-        if finding := canary_finding(accepted, expected, settings.floor_share, settings.z):
+        if finding := canary_finding(accepted, expected):
             findings.append(finding)
         return CanaryResult(tuple(findings), accepted)
 

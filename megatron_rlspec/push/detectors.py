@@ -12,6 +12,9 @@ import numpy as np
 from megatron_rlspec.push.fingerprint import Difference
 from megatron_rlspec.types import Sample
 
+FLOOR_SHARE = 0.5  # of the predicted accepted drafts per round, which a canary must reach
+Z = 4.0  # a canary fails if its mean is so many standard errors below the floor
+
 Detector = Literal["session", "fingerprint", "stamp", "canary"]
 
 
@@ -33,16 +36,12 @@ class HealthSettings:
     canary_first   the first pushes of a run, which all run a canary
     canary_share   share of the time since the first canary that canaries may take. A later push beyond it runs no
                    canary, unless an engine is held or accepted drafts have fallen
-    floor_share    share of the predicted accepted drafts per round that a canary must reach
-    z              the canary fails if its mean is so many standard errors below the floor
     """
 
     canary_steps: int = 3
     canary_tokens: int = 8
     canary_first: int = 5
     canary_share: float = 0.02
-    floor_share: float = 0.5
-    z: float = 4.0
 
 
 def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
@@ -75,14 +74,12 @@ def fingerprint_finding(
     )
 
 
-def canary_finding(
-    accepted: Sequence[int], predicted: float | None, floor_share: float, z: float
-) -> Finding | None:
+def canary_finding(accepted: Sequence[int], predicted: float | None) -> Finding | None:
     """Check that a histogram of accepted drafts per round (index = accepted) reaches its floor.
 
     `predicted` is the expected accept length: tokens per round, with the target's own token. With None the canary only
-    has to speculate. The floor is `1 + floor_share (predicted - 1)`. The canary fails if the observed mean is more than
-    `z` standard errors below it.
+    has to speculate. The floor is `1 + FLOOR_SHARE (predicted - 1)`. The canary fails if the observed mean is more than
+    `Z` standard errors below it.
     """
     counts = np.asarray(accepted, dtype=np.float64)
     rounds = counts.sum()
@@ -93,9 +90,9 @@ def canary_finding(
     values = np.arange(len(counts))
     mean = float(counts @ values / rounds)
     # Without accepted drafts the sample's variance is 0. The Bernoulli variance of the floor is a lower bound.
-    floor = floor_share * (predicted - 1)
+    floor = FLOOR_SHARE * (predicted - 1)
     variance = max(float(counts @ (values - mean) ** 2 / rounds), min(floor, 0.25))
-    if mean + z * math.sqrt(variance / rounds) >= floor:
+    if mean + Z * math.sqrt(variance / rounds) >= floor:
         return None
     message = (
         f"accept length {1 + mean:.2f} over {int(rounds)} rounds, expected at least {1 + floor:.2f} "

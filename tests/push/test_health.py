@@ -73,15 +73,15 @@ def test_canary_floor():
     good = (60, 40, 30, 70)
     weak = (150, 30, 10, 2)
     dead = (200, 0, 0, 0)
-    assert canary_finding(good, 2.6, 0.5, 4) is None
-    assert "accept length 1.29 over 192 rounds, expected at least 1.80" in canary_finding(weak, 2.6, 0.5, 4).message
-    assert "accept length 1.00" in (message := canary_finding(dead, 2.6, 0.5, 4).message)
+    assert canary_finding(good, 2.6) is None
+    assert "accept length 1.29 over 192 rounds, expected at least 1.80" in canary_finding(weak, 2.6).message
+    assert "accept length 1.00" in (message := canary_finding(dead, 2.6).message)
     assert "no draft is accepted, as when an EAGLE-3 drafter reads other layers" in message
-    assert "EAGLE-3" not in canary_finding(weak, 2.6, 0.5, 4).message
-    assert canary_finding(weak, 1.3, 0.5, 4) is None  # a weak drafter that was predicted to be weak
-    assert canary_finding(dead, None, 0.5, 4) is None and canary_finding(dead, 1.0, 0.5, 4) is None
-    assert canary_finding((3, 0), 2.6, 0.5, 4) is None  # three rounds prove nothing
-    assert "no round" in canary_finding((), None, 0.5, 4).message
+    assert "EAGLE-3" not in canary_finding(weak, 2.6).message
+    assert canary_finding(weak, 1.3) is None  # a weak drafter that was predicted to be weak
+    assert canary_finding(dead, None) is None and canary_finding(dead, 1.0) is None
+    assert canary_finding((3, 0), 2.6) is None  # three rounds prove nothing
+    assert "no round" in canary_finding((), None).message
 
 
 # ---- repair -----------------------------------------------------------------------------------------------------
