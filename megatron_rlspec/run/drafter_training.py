@@ -21,7 +21,10 @@ from megatron_rlspec.types import Group, Sample, samples_of
 # quarter of 32 short samples a drafter learnt a third of what it learnt from all of 128.
 SHARE = 0.25
 LEAST_TOKENS = 2048
-FRESH_STEPS = 10  # of a run, after which a fresh drafter learns from earlier rollouts, too
+# A fresh drafter learns from earlier rollouts, too, for so many steps and tokens at least. Large steps have the tokens
+# in ten steps; small ones, whose seconds are few, take longer.
+FRESH_STEPS = 10
+FRESH_LEARNT = 262144
 FRESH_UPDATES = 8  # for as many samples as a step has
 FRESH_TOKENS = (
     32768  # that it learns from after a small step; after a large one a quarter of the step's
@@ -64,9 +67,12 @@ def newest_groups(groups: Sequence[Group], tokens: int) -> list[Group]:
 class FreshSchedule(DrafterSchedule):
     """Updates a fresh drafter several times after each of a run's first steps, on the newest rollouts."""
 
-    def __init__(self, trainer: Trainer, rollouts: Sequence[Group]) -> None:
-        """`rollouts`: what a checkpoint has of `state`."""
+    def __init__(
+        self, trainer: Trainer, rollouts: Sequence[Group], state: Mapping[str, Any]
+    ) -> None:
+        """`rollouts`, `state`: what a checkpoint has of `state`; empty at the start."""
         self._trainer = trainer
+        self._learnt = int(state.get("learnt", 0))  # tokens
         self._rollouts = list(rollouts)
         self._newest: Sequence[Group] = ()
 
@@ -78,11 +84,14 @@ class FreshSchedule(DrafterSchedule):
     ) -> dict[str, float]:
         began = time.perf_counter()
         metrics = train(True)
-        if step >= FRESH_STEPS:
+        if self._ended(step):
             return metrics
         generated = rollout_seconds or 0.0
         of_step = FRESH_OF_STEP * (generated + time.perf_counter() - began)
         return metrics | self.teach(step, min(of_step, FRESH_OF_GENERATION * generated))
+
+    def _ended(self, step: int) -> bool:
+        return step >= FRESH_STEPS and self._learnt >= FRESH_LEARNT
 
     def teach(self, step: int, seconds: float) -> dict[str, float]:
         """Update the drafter. The policy runs forward only.
@@ -101,20 +110,22 @@ class FreshSchedule(DrafterSchedule):
         prediction = self._trainer.prediction
         spent = 0.0
         for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
-            batches = micro_batches(self._trainer, [samples[i] for i in part])
+            learnt = [samples[i] for i in part]
+            batches = micro_batches(self._trainer, learnt)
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
+            self._learnt += sum(len(sample.tokens) for sample in learnt)
             spent = time.perf_counter() - began
             late = spent * (done + 1) / done > seconds  # the next update would be
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
         self._trainer.prediction = prediction  # of texts that it had not learnt from
-        if step + 1 >= FRESH_STEPS:
+        if self._ended(step + 1):
             self._rollouts = []
             self._newest = ()
         return {"drafter/seconds_fresh": spent}
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        return {}, self._rollouts
+        return {"learnt": self._learnt}, self._rollouts
 
 
 class Drafting:
@@ -159,7 +170,7 @@ class Drafting:
                 load_policy = partial(loaded.followed.load, trainer)
             schedule = extension(trainer, load_policy, state.get("online", {}), rollouts)
         elif learns_from_rollouts and config.drafter.fresh and not config.replay.run:
-            schedule = FreshSchedule(trainer, rollouts)
+            schedule = FreshSchedule(trainer, rollouts, state.get("online", {}))
         drafting = cls(trainer, loaded.vocabulary, schedule, learns_from_rollouts)
         drafting.restore(state)
         return drafting

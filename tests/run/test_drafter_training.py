@@ -54,7 +54,7 @@ def taught(monkeypatch, deterministic, seconds):
     monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(number=int))
     trainer = Updates(deterministic)
     monkeypatch.setattr(drafter_training, "micro_batches", lambda _, samples: samples)
-    schedule = FreshSchedule(trainer, [])
+    schedule = FreshSchedule(trainer, [], {})
     steps = []
     for step in range(3):
         trainer.taken = []
@@ -70,3 +70,23 @@ def test_a_fresh_drafter_learns_from_the_newest_tokens_within_its_seconds(monkey
     assert taught(monkeypatch, "true", 0.0) == [[2] * 8, [2] * 16, [2] * 16]
     assert taught(monkeypatch, "false", 1e9) == [[2] * 8, [2] * 16, [2] * 16]
     assert taught(monkeypatch, "false", 1e-9) == [[2]] * 3  # one update, whatever it takes
+
+
+def test_small_steps_teach_a_fresh_drafter_for_longer(monkeypatch):
+    """Ten steps at least, and until it has learnt from 262,144 tokens; a resumed run counts on."""
+    monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(number=int))
+    monkeypatch.setattr(drafter_training, "micro_batches", lambda _, samples: samples)
+    last = {}
+    for length in (500, 10_000):
+        trainer = Updates("true")
+        schedule = FreshSchedule(trainer, [], {})
+        for step in range(40):
+            trainer.taken = []
+            schedule.observe(groups_of(8, length, 8 * step))
+            schedule.train_step(step, lambda learns: {}, 1.0)
+            if trainer.taken:
+                last[length] = step
+            schedule = FreshSchedule(trainer, schedule.state()[1], schedule.state()[0])
+    assert last[10_000] == 9
+    # 4,000 tokens of the first step, 4,000 more in each of the next until 32,768 fill the window
+    assert last[500] == 11
