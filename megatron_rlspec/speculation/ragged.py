@@ -95,7 +95,7 @@ class Selection:
         lengths[self.exploring() :: EXPLORE] = logq.shape[1]
         return lengths
 
-    def observe(self, logq: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+    def observe(self, logq: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> list[float]:
         """Learn from a round. Requests behind those of `logq` verified all their drafts.
 
         logq                [C, steps] of the requests among whose drafts was chosen
@@ -121,10 +121,8 @@ class Selection:
         unseen = depth >= verified[:chosen]
         of_chosen = chances[:, :chosen]
         of_chosen[:] = np.where(unseen, self.table.take(cells), of_chosen)
-        reached = _products(chances).sum(1)
-        reaching = np.concatenate([[len(accepted)], reached, [0.0]])
-        histogram: np.ndarray = reaching[:-1] - reaching[1:]
-        return histogram
+        reached = [len(accepted), *_products(chances).sum(1).tolist(), 0.0]
+        return [above - here for above, here in itertools.pairwise(reached)]
 
     def plan(self, steps: int, ms: Callable[[np.ndarray], np.ndarray]) -> Plan:
         """Return the best threshold for rounds of `steps` drafts.
@@ -171,7 +169,7 @@ class Selection:
     def _cells(self, logq: np.ndarray) -> np.ndarray:
         """Return the cells [k, B] of log q [B, k], for which `lengths` and `observe` ask one after the other."""
         if logq is not self._newest[0]:
-            self._newest = (logq, cells_of(np.ascontiguousarray(logq.T)))
+            self._newest = (logq, cells_of(np.ascontiguousarray(logq.T, np.float32)))
         return self._newest[1]
 
     def _latest(self) -> np.ndarray:

@@ -102,7 +102,7 @@ class SpecRule:
         self.times = RoundTimes(cost or _NO_COST, self.candidates)
         self.trials = Trials(self.candidates, self.acceptance, self.times, forecast, learn)
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
-        self._most_batch: Mapping[SpecConfig, int] = {}
+        self.limit({})
         self._incumbent = -1
         self._lost = [0.0] * len(self.candidates)  # rounds, by not running each candidate
         self._batch = 0  # of the last round
@@ -199,8 +199,7 @@ class SpecRule:
         histogram: Sequence[float]
         # A round can have been launched under the rule before.
         if self.selection is not None and logq is not None and config in self.candidates:
-            seen = self.selection.observe(logq, np.asarray(verified), np.asarray(accepted))
-            histogram = seen.tolist()
+            histogram = self.selection.observe(logq, np.asarray(verified), np.asarray(accepted))
         else:
             histogram = histogram_of(config.num_steps, accepted)
         changed = self.trials.changed
@@ -241,6 +240,7 @@ class SpecRule:
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
         """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
         self._most_batch = most_batch
+        self._most = [most_batch.get(config, math.inf) for config in self.candidates]
 
     def inherit(self, former: SpecRule) -> None:
         """Go on from the rule before, after a push: limits, times of rounds, and what trials may lose.
@@ -296,9 +296,8 @@ class SpecRule:
     def _rates(self, batch: int, ms: Sequence[float]) -> list[float]:
         """Return tokens per ms of one request under each candidate; 0 where it must not run."""
         rates = []
-        for i, config in enumerate(self.candidates):
-            allowed = batch <= self._most_batch.get(config, batch)
-            rates.append(self._tokens(i) / ms[i] if allowed else 0.0)
+        for i, most in enumerate(self._most):
+            rates.append(self._tokens(i) / ms[i] if batch <= most else 0.0)
         return rates
 
     def _follow(

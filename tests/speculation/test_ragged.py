@@ -71,7 +71,7 @@ def test_a_request_that_accepts_all_it_verified_says_nothing_of_the_next_depth()
     assert selection.counts.sum() == 4
     # that drafted in another engine's step
     newcomers = selection.observe(np.zeros((0, 2)), np.array([2, 2]), np.array([2, 1]))
-    assert newcomers.tolist() == [0, 1, 1] and selection.counts.sum() == 4
+    assert newcomers == [0, 1, 1] and selection.counts.sum() == 4
 
 
 def test_log_q_that_is_no_number_is_the_least_likely():
