@@ -16,6 +16,7 @@ and while the engines do not draft. It then makes them try the drafter again.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -280,15 +281,15 @@ class Learning:
         """
         if self.prediction is None:
             return {}
-        observed: dict[int, list[tuple[float, ...]]] = {}
+        requests: Counter[int] = Counter()
+        observed = []
         for stats in rounds:
             if stats.config.num_steps in self.prediction.steps and any(stats.accepted):
-                observed.setdefault(stats.config.num_steps, []).append(stats.histogram)
+                requests[stats.config.num_steps] += sum(stats.accepted)
+                observed.append(stats.histogram)
         if not observed:
             return {}
-        histograms = {k: pooled(found) for k, found in observed.items()}
-        requests = {k: float(histogram.sum()) for k, histogram in histograms.items()}
-        seen = accept_length(pooled(histograms.values()))
+        seen = accept_length(pooled(observed))
         by_trainer = {k: self.prediction.tokens_per_round(k) for k in requests}
         expected = _mean(self._expected(self.prediction), requests)
         return {
@@ -302,9 +303,9 @@ class Learning:
         self, rounds: Sequence[RoundStats], reports: Sequence[Mapping[str, Any]], delivered: float
     ) -> dict[str, float]:
         """Return `spec/…` metrics of one rollout."""
-        counts: dict[SpecConfig, int] = {}
+        counts: Counter[SpecConfig] = Counter()
         for stats in rounds:
-            counts[stats.config] = counts.get(stats.config, 0) + stats.rounds
+            counts[stats.config] += stats.rounds
         total = sum(counts.values())
         values = {"spec/rounds": float(total), "spec/ms_per_round": math.nan}
         # Engines do not report rounds right after a prefill, so `total` can be 0.
@@ -361,7 +362,7 @@ class Learning:
         return float(saved) / 1e3
 
 
-def _mean(tokens: Mapping[int, float], requests: Mapping[int, float]) -> float:
+def _mean(tokens: Mapping[int, float], requests: Mapping[int, int]) -> float:
     """Return tokens per round over `requests` of several step counts."""
     return sum(tokens[k] * n for k, n in requests.items()) / sum(requests.values())
 

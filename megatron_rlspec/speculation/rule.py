@@ -17,6 +17,7 @@ before training only; the rule goes on measuring.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -44,7 +45,7 @@ REPLAN = 32  # rounds for which the thresholds of a ragged rule stay
 class _Tally:
     """Counts since the last report. `ms` is in the unit of the cost: ms of a table, passes of a roofline."""
 
-    rounds: dict[SpecConfig, int] = field(default_factory=dict)
+    rounds: Counter[SpecConfig] = field(default_factory=Counter)
     switches: int = 0
     trial_rounds: int = 0
     ms: float = 0.0
@@ -134,7 +135,7 @@ class SpecRule:
         self.trials.unseen += 1
         if self.schedule is not None:
             config = self.schedule.choose(batch, context_tokens)
-            self._count(config)
+            self._tally.rounds[config] += 1
             self.catch_up = 0 if config.off else batch
             return config
         assert self.cost is not None
@@ -349,13 +350,10 @@ class SpecRule:
 
     # Counts and state
 
-    def _count(self, config: SpecConfig) -> None:
-        self._tally.rounds[config] = self._tally.rounds.get(config, 0) + 1
-
     def _account(self, now: Situation, candidate: int, drafting: int, tries: bool) -> None:
         """Count the round just chosen; `drafting` of its requests draft."""
         tally = self._tally
-        self._count(self.candidates[candidate])
+        tally.rounds[self.candidates[candidate]] += 1
         ms = now.ms[candidate]
         tokens = now.batch + drafting * (self._tokens(candidate) - 1.0)
         lost_ms = ms - tokens / (now.batch * max(now.rates))
