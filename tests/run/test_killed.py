@@ -34,7 +34,8 @@ SAME_POLICY = {
     "optimizer__lr": 1e-30,
     "optimizer__warmup_steps": 0,
 }  # changes no weight, so no text depends on the order
-CHOSEN = {"spec__ragged": "true", "spec__learn_costs": "false", "spec__candidate_steps": "1,3"}
+CHOSEN = {"spec__mode": "adaptive", "spec__ragged": "true", "spec__learn_costs": "false"}
+CHOSEN |= {"spec__candidate_steps": "1,3"}
 MOVES = {"tail__rebalance": "true", "tail__every": 4}
 COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of which has an engine, and options
     "staleness, KL, two updates, record": (1, AHEAD | SEVERAL | RECORD),
@@ -55,7 +56,7 @@ COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of whi
         | {"rollout__temperature": 0.7, "rollout__top_k": 20},
     ),
     "two engines, partial, staleness": (2, PARTIAL | AHEAD),
-    "partial, chosen drafts": (1, PARTIAL | ADAPTIVE | CHOSEN | RECORD | SAME_POLICY),
+    "partial, chosen drafts": (1, PARTIAL | CHOSEN | RECORD | SAME_POLICY),
     "two SGLang engines, partial": (1, SGLANG | PARTIAL | RECORD | SAME_POLICY | {"algorithm__tis_clip": 2.0}),
 }
 STEPS = 40
