@@ -159,7 +159,6 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | 
     itemsize = DTYPE_BYTES[config.model.dtype]
     hidden = int(hf_config["hidden_size"])
     mlp = int(hf_config["intermediate_size"])
-    vocab = int(hf_config["vocab_size"])
     tokens = config.train.tokens_per_micro_batch // parallel.context
     routed = int(hf_config.get("num_experts_per_tok") or 0)
     if routed:
@@ -176,10 +175,8 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | 
     if stage < parallel.pipeline - 1:
         return kept + layer
     drafter = config.drafter.depth * layer if config.drafter.train else 0
-    head_gradient = 4 * hidden * vocab // parallel.tensor
-    logits = 4 * tokens * vocab // parallel.tensor
-    output = head_gradient + min(2 * logits, OUTPUT_CHUNKS)
-    return kept + drafter + max(layer, output)
+    logits = 4 * tokens * int(hf_config["vocab_size"]) // parallel.tensor
+    return kept + drafter + max(layer, min(2 * logits, OUTPUT_CHUNKS))
 
 
 def trainer_memory(
