@@ -25,7 +25,7 @@ def parser() -> arguments.Parser:
         prog="rlspec convert",
         description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; GGUF -> either; a run's "
         "checkpoint -> Hugging Face. Any "
-        "TP/PP/EP may have written a Megatron checkpoint, and any may read it. An interrupted conversion continues.",
+        "TP/PP/EP may have written a Megatron checkpoint, and any may read it.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
         first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3"),
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
@@ -78,7 +78,6 @@ def parser() -> arguments.Parser:
         default="te",
         help="layer specs that will read it (default te)",
     )
-    p.add_argument("--quiet", action="store_true", help="no lines about progress")
     p.needs("--add-eagle3", "--draft-vocabulary")
     p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec")
     p.excludes("--add-mtp", "--drop-mtp")
@@ -115,9 +114,7 @@ def _convert(options: argparse.Namespace) -> None:
     )
     if is_run_checkpoint(work.source):
         _check_model(work)
-    _convert_visibly(work, options.quiet)
-    if options.quiet:
-        return
+    _convert_visibly(work)
     form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
     fresh = " with a fresh drafter" if work.fresh_drafter else ""
     print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
@@ -139,26 +136,23 @@ def _check_model(work: Conversion) -> None:
 
 def _add_eagle3(options: argparse.Namespace) -> None:
     config = make_drafter(options.source, options.target, options.draft_vocabulary)
-    if not options.quiet:
-        outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-        print(
-            f"written: {options.target}, a fresh EAGLE-3 drafter of {options.source}, which drafts from "
-            f"{config['draft_vocab_size']:,} words and reads the outputs of layers {', '.join(map(str, outputs))}"
-        )
+    outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    print(
+        f"written: {options.target}, a fresh EAGLE-3 drafter of {options.source}, which drafts from "
+        f"{config['draft_vocab_size']:,} words and reads the outputs of layers {', '.join(map(str, outputs))}"
+    )
 
 
-def _convert_visibly(work: Conversion, quiet: bool) -> None:
-    """Convert. Without `quiet` a line about every `TOLD_EVERY` seconds says how far it is."""
+def _convert_visibly(work: Conversion) -> None:
+    """Convert. A line about every `TOLD_EVERY` seconds says how far it is."""
     done = 0
     told = time.monotonic()
 
     def advance(label: str) -> None:
         nonlocal done, told
         done += 1
-        if not quiet and time.monotonic() - told > TOLD_EVERY:
+        if time.monotonic() - told > TOLD_EVERY:
             told = time.monotonic()
             files.tell(f"{label}: {done} of {len(work.groups)} parts", sys.stderr)
 
-    if not quiet:
-        files.tell(f"converting {work.source}: {len(work.groups)} parts", sys.stderr)
     convert(work, advance)

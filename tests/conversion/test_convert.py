@@ -89,10 +89,10 @@ def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_
     (tmp_path / "elsewhere/hf/config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="hf: another content of model.path than the run began with"):
-        main([str(step), "out", "--quiet"])
-    assert main([str(step), "out", "--quiet", "--hf", str(tmp_path / "hf")]) == 0
+        main([str(step), "out"])
+    assert main([str(step), "out", "--hf", str(tmp_path / "hf")]) == 0
     monkeypatch.chdir(tmp_path)
-    assert main([str(step), "out", "--quiet"]) == 0
+    assert main([str(step), "out"]) == 0
     assert same(tensors, tmp_path / "out") and same(tensors, tmp_path / "elsewhere/out")
 
 
@@ -198,8 +198,8 @@ def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
     assert deviation > 1
     torch.testing.assert_close(mtp["final_layernorm.weight"], norm / deviation)
     # The same by way of Megatron.
-    assert main([str(tmp_path / "hf"), str(tmp_path / "megatron"), "--add-mtp", "--quiet"]) == 0
-    assert main([str(tmp_path / "megatron"), str(tmp_path / "back"), "--quiet"]) == 0
+    assert main([str(tmp_path / "hf"), str(tmp_path / "megatron"), "--add-mtp"]) == 0
+    assert main([str(tmp_path / "megatron"), str(tmp_path / "back")]) == 0
     assert same(dict(lazy), tmp_path / "back")
 
 
@@ -222,7 +222,7 @@ def test_a_megatron_checkpoint_without_config_json_is_read_with_another_one(tmp_
     hf_directory(tmp_path)
     convert(plan(tmp_path / "hf", tmp_path / "megatron"))
     (tmp_path / "megatron/release/config.json").unlink()
-    command = [str(tmp_path / "megatron"), str(tmp_path / "x"), "--quiet"]
+    command = [str(tmp_path / "megatron"), str(tmp_path / "x")]
     with pytest.raises(ConfigError, match="config.json: No such file"):
         main(command)
     assert main([*command, "--hf", str(tmp_path / "hf")]) == 0

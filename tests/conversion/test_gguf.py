@@ -96,7 +96,7 @@ def test_a_file_becomes_a_checkpoint(architecture, tmp_path):
     config, tensors = model(architecture, tmp_path / "names")
     arch = architecture.removesuffix("ForCausalLM").lower()
     write(tmp_path / "m.gguf", config, tensors, arch)
-    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "hf"), "--dtype", "float32", "--quiet"]) == 0
+    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
     found, lazy = read_hf(tmp_path / "hf")
     assert found["architectures"] == [architecture] and found["tie_word_embeddings"] and found["dtype"] == "float32"
     check_config(found, "the model")
@@ -112,7 +112,7 @@ def test_a_file_becomes_a_checkpoint(architecture, tmp_path):
 def test_quantised_tensors_are_dequantised_and_the_drafter_added(tmp_path):
     config, tensors = model("LlamaForCausalLM", tmp_path / "names")
     write(tmp_path / "m.gguf", config, tensors, kind=Kind.Q8_0)
-    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "hf"), "--add-mtp", "--quiet"]) == 0
+    assert main([str(tmp_path / "m.gguf"), str(tmp_path / "hf"), "--add-mtp"]) == 0
     found, lazy = read_hf(tmp_path / "hf")
     assert found["architectures"] == ["MiMoForCausalLM"] and found["dtype"] == "bfloat16"
     for name, tensor in tensors.items():
@@ -146,7 +146,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
         else:
             write(path, config, tensors, **made)
         capsys.readouterr()
-        assert cli.run(lambda path=path: main([str(path), str(tmp_path / "out"), "--quiet"])) == 2
+        assert cli.run(lambda path=path: main([str(path), str(tmp_path / "out")])) == 2
         error = capsys.readouterr().err
         assert expected[name] in error and name in error and error.count("\n") == 1, error
         assert not (tmp_path / "out").exists()
@@ -162,7 +162,7 @@ def small(tmp_path_factory):
 
 def refused(path, capsys) -> str:
     capsys.readouterr()
-    assert cli.run(lambda: main([str(path), str(path.parent / "out"), "--quiet"])) == 2
+    assert cli.run(lambda: main([str(path), str(path.parent / "out")])) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"rlspec: {path}: ") or f"of {path}: " in error, error
     assert error.count("\n") == 1 and not (path.parent / "out").exists()
@@ -199,7 +199,7 @@ def test_neutral_metadata_is_taken(small, tmp_path):
         ("add_causal_attention", True),
     ]
     path = write(tmp_path / "m.gguf", *small, keys=keys)
-    assert main([str(path), str(tmp_path / "out"), "--quiet"]) == 0
+    assert main([str(path), str(tmp_path / "out")]) == 0
 
 
 def test_values_that_are_not_finite_are_refused(small, tmp_path, capsys):

@@ -19,8 +19,8 @@ from megatron_rlspec.commands import convert as command
 from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.convert import convert, plan
 
-TO_MEGATRON = "convert hf out --quiet"
-TO_HF = "convert megatron out --quiet"
+TO_MEGATRON = "convert hf out"
+TO_HF = "convert megatron out"
 
 
 @cache
@@ -190,13 +190,13 @@ def test_good_ones_are_converted(tmp_path):
     megatron(lambda root: None)(tmp_path)
     hf()(tmp_path)
     for source in ("megatron", "hf"):
-        assert command.main([str(tmp_path / source), str(tmp_path / f"from-{source}"), "--quiet"]) == 0
+        assert command.main([str(tmp_path / source), str(tmp_path / f"from-{source}")]) == 0
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capfd):
     """A limit on the size of files replaces a full disk."""
     hf()(tmp_path)
-    argv = [str(tmp_path / "hf"), str(tmp_path / "out"), "--quiet"]
+    argv = [str(tmp_path / "hf"), str(tmp_path / "out")]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

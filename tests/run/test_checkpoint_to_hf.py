@@ -31,9 +31,9 @@ def ended(start, tmp_path_factory) -> Path:
 def test_a_killed_run_becomes_a_model_that_transformers_loads(ended, start, tmp_path):
     shutil.copytree(ended, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))  # as after a kill before its end
     checkpoint = tmp_path / "run/checkpoints/step-000002"
-    assert main([str(checkpoint), str(tmp_path / "both"), "--quiet"]) == 0
+    assert main([str(checkpoint), str(tmp_path / "both")]) == 0
     assert same(tmp_path / "both", ended / "hf")
-    assert main([str(checkpoint), str(tmp_path / "policy"), "--drop-mtp", "--quiet"]) == 0
+    assert main([str(checkpoint), str(tmp_path / "policy"), "--drop-mtp"]) == 0
     model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
     assert type(model).__name__ == "Qwen2ForCausalLM" and not any(told.values())
     expected = transformers.Qwen2ForCausalLM.from_pretrained(ended / "hf")
@@ -47,7 +47,7 @@ def test_a_killed_run_becomes_a_model_that_transformers_loads(ended, start, tmp_
 @pytest.mark.slow
 def test_a_drafter_that_was_not_trained_is_that_of_the_model(start, tmp_path):
     run(start, tmp_path / "run", **OPTIONS, train__steps=1, drafter__train="false")
-    assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out"), "--quiet"]) == 0
+    assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out")]) == 0
     assert same(tmp_path / "out", tmp_path / "run/hf")
     frozen = [name for name in read_hf(start / "model")[1] if "mtp_layers" in name]
     written, given = read_hf(tmp_path / "out")[1], read_hf(start / "model")[1]
@@ -74,7 +74,7 @@ def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     assert len(set(rewards)) > 1
     assert rewards[2] == rewards[3]
     assert same(tmp_path / "run/hf-best", tmp_path / f"run/hf-step-{found[np.argmax(rewards)]['step']:06d}")
-    assert main([str(tmp_path / "run/checkpoints/step-000003"), str(tmp_path / "again"), "--quiet"]) == 0
+    assert main([str(tmp_path / "run/checkpoints/step-000003"), str(tmp_path / "again")]) == 0
     assert same(tmp_path / "again", tmp_path / "run/hf-step-000003")
 
 
@@ -93,5 +93,5 @@ def test_every_layout_of_ranks_is_read(start, tmp_path, layout):
     assert read_json(tmp_path / "run/checkpoints/step-000001/layout.json")["replicas"] == (
         2 if ranks == 4 and len(given) == 1 else 1
     )
-    assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out"), "--quiet"]) == 0
+    assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out")]) == 0
     assert same(tmp_path / "out", tmp_path / "run/hf")

@@ -50,12 +50,12 @@ def test_a_run_leaves_policy_and_drafter(recorded, path):
 
 def test_a_checkpoint_becomes_policy_and_drafter(recorded, tmp_path):
     checkpoint = str(recorded / "checkpoints/step-000002")
-    assert main([checkpoint, str(tmp_path / "out"), "--quiet"]) == 0
+    assert main([checkpoint, str(tmp_path / "out")]) == 0
     assert same(tmp_path / "out", recorded / "hf") and same(tmp_path / "out_drafter", recorded / "hf_drafter")
     assert [read_hf(tmp_path / f"out{end}")[0] for end in ("", "_drafter")] == [
         read_hf(recorded / f"hf{end}")[0] for end in ("", "_drafter")
     ]
-    assert main([checkpoint, str(tmp_path / "policy"), "--drop-mtp", "--quiet"]) == 0
+    assert main([checkpoint, str(tmp_path / "policy"), "--drop-mtp"]) == 0
     assert read_hf(tmp_path / "policy")[0]["architectures"] == ["Qwen2ForCausalLM"]
     assert same(tmp_path / "policy", recorded / "hf") and not (tmp_path / "policy_drafter").exists()
 

@@ -51,7 +51,7 @@ def test_split_experts_learn_what_whole_ones_do_and_resume(mixture, tmp_path):
     assert gap < 1e-4 * learnt  # float32; where a gradient is almost 0, Adam's first steps follow its rounding
     assert len([name for name in ours if ".mlp.experts." in name]) == 2 * 4 * 3  # a layer and the drafter, gate up down
 
-    assert main([str(split / "checkpoints/step-000003"), str(tmp_path / "converted"), "--quiet"]) == 0
+    assert main([str(split / "checkpoints/step-000003"), str(tmp_path / "converted")]) == 0
     converted = read_hf(tmp_path / "converted")[1]
     assert set(ours) <= set(converted) and all(torch.equal(converted[name], ours[name]) for name in ours)
 

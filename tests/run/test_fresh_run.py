@@ -28,7 +28,7 @@ def plain(start, tmp_path_factory) -> Path:
     """Return a folder like `start`, whose model has no drafter."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "task").symlink_to(start / "task")
-    assert main([str(start / "model"), str(folder / "model"), "--drop-mtp", "--quiet"]) == 0
+    assert main([str(start / "model"), str(folder / "model"), "--drop-mtp"]) == 0
     return folder
 
 
@@ -78,7 +78,7 @@ def test_the_start_holds_links_and_a_resumed_run_finds_it(plain, ended, tmp_path
     shutil.rmtree(again / "hf")
     output = run(plain, again, **options, train__resume="true")
     assert "gets a fresh drafter" not in output and len(list(again.glob("start-*"))) == 1
-    assert main([str(again / "checkpoints/step-000008"), str(tmp_path / "out"), "--quiet"]) == 0
+    assert main([str(again / "checkpoints/step-000008"), str(tmp_path / "out")]) == 0
     for folder in (again / "hf", tmp_path / "out"):
         found, whole = read_hf(folder)[1], read_hf(ended / "hf")[1]
         assert set(found) == set(whole) and all(torch.equal(found[name], whole[name]) for name in whole)

@@ -53,8 +53,8 @@ def test_a_directory_is_trained_and_converted(tmp_path):
     write_hf(tmp_path / "model", SMALL | {"eos_token_id": 1}, {n: tensor.clone() for n, tensor in tensors.items()})
     for use in ("train", "convert"):
         assert check_model(tmp_path / "model", use, tokenizer=False)["kv_lora_rank"] == SMALL["kv_lora_rank"]
-    assert main([str(tmp_path / "model"), str(tmp_path / "plain"), "--drop-mtp", "--quiet"]) == 0
-    assert main([str(tmp_path / "plain"), str(tmp_path / "added"), "--add-mtp", "--to", "hf", "--quiet"]) == 0
+    assert main([str(tmp_path / "model"), str(tmp_path / "plain"), "--drop-mtp"]) == 0
+    assert main([str(tmp_path / "plain"), str(tmp_path / "added"), "--add-mtp", "--to", "hf"]) == 0
     assert check_model(tmp_path / "added", "train", tokenizer=False)["num_nextn_predict_layers"] == 1
 
 
