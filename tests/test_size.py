@@ -25,8 +25,8 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # What stands, rounded up. The aims are 265,000, 235,000, 42,000 and 8.5: a change that deletes lowers the number here.
 MOST_TOKENS = {
-    "": 292_500,  # the whole package
-    "core": 275_100,  # all of it but extensions/
+    "": 292_400,  # the whole package
+    "core": 275_000,  # all of it but extensions/
     "rollout/sglang": 44_900,
 }
 MOST_TOKENS_A_LINE = 8.5
