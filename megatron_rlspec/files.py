@@ -24,10 +24,6 @@ class FileError(ValueError):
     exit_code = 2
 
 
-class LockedError(FileError):
-    """Another process holds the lock of a file."""
-
-
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +133,7 @@ def locked(path: str | Path) -> Iterator[None]:
     """Hold the lock of a file during the block. The file and its directory are made if they are missing.
 
     The system frees the lock when the process ends, however it ends. A file system without locks gets one line on
-    stderr. Raises LockedError at once if another process has it, and OSError, which names `path`.
+    stderr. Raises FileError at once if another process has it, and OSError, which names `path`.
     """
     with _naming(Path(path)):
         handle = _locked(Path(path))
@@ -156,7 +152,7 @@ def _locked(path: Path) -> int:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(handle)
-            raise LockedError(f"{path}: another process uses it") from None
+            raise FileError(f"{path}: another process uses it") from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(handle)

@@ -35,7 +35,7 @@ AT_ONCE = 16
 def answer(config: Config, hf_config: dict[str, Any]) -> str:
     """Write the answers that `answer.path` lacks. Returns the line that says what the file then holds.
 
-    Raises ConfigError if the file holds answers of other settings, LockedError if another process writes it, DataError
+    Raises ConfigError if the file holds answers of other settings, FileError if another process writes it, DataError
     and EngineError.
     """
     with files.locked(config.answer.path):

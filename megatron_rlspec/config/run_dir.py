@@ -29,7 +29,7 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             stack.enter_context(files.locked(lock))
-        except files.LockedError:
+        except files.FileError:
             with suppress(files.FileError):
                 option += f" ({files.read_text(lock, 200)})"
             raise ConfigError(

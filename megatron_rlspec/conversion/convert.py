@@ -332,7 +332,7 @@ def _eagle3(source: Path, target: Path, drafter: Path | None) -> SavedEagle3 | N
 def convert(work: Conversion, advance: Callable[[str], None] = lambda label: None) -> None:
     """Convert. Calls `advance(label)` after every group.
 
-    Raises CheckpointError for a damaged source, OSError, for a full disk for example, and LockedError if another
+    Raises CheckpointError for a damaged source, OSError, for a full disk for example, and FileError if another
     process writes this target. Nothing is then left behind.
     """
     lock = work.target.with_name(f".{work.target.name}.lock")

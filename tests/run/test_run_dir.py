@@ -77,7 +77,7 @@ def test_a_file_that_its_owner_removes_is_not_locked(tmp_path, monkeypatch):
         flock(handle, how)
 
     monkeypatch.setattr(files.fcntl, "flock", removed_meanwhile)
-    with files.locked(path), pytest.raises(files.LockedError, match="another process uses it"), files.locked(path):
+    with files.locked(path), pytest.raises(files.FileError, match="another process uses it"), files.locked(path):
         pass
     assert path.exists()
 
