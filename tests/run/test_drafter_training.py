@@ -51,7 +51,7 @@ class Updates:
 
 def taught(monkeypatch, deterministic, seconds):
     """Return the samples of each update after three steps of 16 samples."""
-    monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(number=int))
+    monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(tell=lambda value: value))
     trainer = Updates(deterministic)
     monkeypatch.setattr(drafter_training, "micro_batches", lambda _, samples: samples)
     schedule = FreshSchedule(trainer, [], {})
@@ -74,7 +74,7 @@ def test_a_fresh_drafter_learns_from_the_newest_tokens_within_its_seconds(monkey
 
 def test_small_steps_teach_a_fresh_drafter_for_longer(monkeypatch):
     """Ten steps at least, and until it has learnt from 262,144 tokens; a resumed run counts on."""
-    monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(number=int))
+    monkeypatch.setattr(drafter_training.ranks, "job", lambda: SimpleNamespace(tell=lambda value: value))
     monkeypatch.setattr(drafter_training, "micro_batches", lambda _, samples: samples)
     last = {}
     for length in (500, 10_000):
