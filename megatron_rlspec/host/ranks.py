@@ -96,4 +96,4 @@ class Pending:
 
     def wait(self) -> Any:
         self._work.wait()
-        return pickle.loads(self._data.numpy())
+        return pickle.loads(self._data.numpy().data)
