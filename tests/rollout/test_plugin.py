@@ -44,6 +44,7 @@ def test_a_plugin_that_cannot_register_ends_the_process(value: str, before: str,
     [
         (["--disaggregation-mode", "prefill"], "engines that prefill and decode apart"),
         (["--dp-size", "2"], "engines whose ranks attend to requests of their own"),
+        (["--attn-dp-size", "2", "--tp", "2"], "engines whose ranks attend to requests of their own"),
     ],
 )
 def test_a_server_with_options_that_the_rule_never_ran_under_ends(

@@ -76,6 +76,7 @@ def refused(server_args: Any) -> str:
         return MIXED_CHUNK
     if server_args.disaggregation_mode != "null":
         return APART
-    if server_args.enable_dp_attention or server_args.dp_size > 1:
+    attention_ranks = getattr(server_args, "attn_dp_size", 1)  # of SGLang 0.5.23
+    if server_args.enable_dp_attention or max(server_args.dp_size, attention_ranks) > 1:
         return ATTENTION_RANKS
     return ""
