@@ -26,9 +26,8 @@ LEAST_TOKENS = 2048
 FRESH_STEPS = 10
 FRESH_LEARNT = 262144
 FRESH_UPDATES = 8  # for as many samples as a step has
-FRESH_TOKENS = (
-    32768  # that it learns from after a small step; after a large one a quarter of the step's
-)
+# that it learns from after a small step; after a large one a quarter of the step's
+FRESH_TOKENS = 32768
 # What this may take: of the step, and of its generation, of which drafts can save a part.
 FRESH_OF_STEP = 0.25
 FRESH_OF_GENERATION = 0.5
@@ -110,10 +109,10 @@ class FreshSchedule(DrafterSchedule):
         prediction = self._trainer.prediction
         spent = 0.0
         for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
-            learnt = [samples[i] for i in part]
-            batches = micro_batches(self._trainer, learnt)
+            taught = [samples[i] for i in part]
+            batches = micro_batches(self._trainer, taught)
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
-            self._learnt += sum(len(sample.tokens) for sample in learnt)
+            self._learnt += sum(len(sample.tokens) for sample in taught)
             spent = time.perf_counter() - began
             late = spent * (done + 1) / done > seconds  # the next update would be
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):

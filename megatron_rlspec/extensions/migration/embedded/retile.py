@@ -170,9 +170,8 @@ def retile_cache(
     for layer, pool in enumerate(cache.kv):
         columns = drafted if layer >= cache.model.arch.layers else moving
         held = pool[columns[own][2]].unflatten(1, (2, -1))
-        cache.kv[layer] = pool = held.new_empty(
-            0
-        )  # release the old pool before the new one is made
+        # release the old pool before the new one is made
+        cache.kv[layer] = pool = held.new_empty(0)
         held = switch.before.concat(held, 2)  # all heads
         share = held.shape[2] // switch.new
         first = share * switch.after.rank

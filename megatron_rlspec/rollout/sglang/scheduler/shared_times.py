@@ -16,7 +16,7 @@ TOGETHER = 4  # rounds in a broadcast; one of no requests is cheaper
 
 
 @dataclass(frozen=True)
-class RoundTimes:
+class SharedTimes:
     """What travels among SGLang's requests."""
 
     rounds: list[decisions.RoundTime]
@@ -37,11 +37,11 @@ def _broadcast(
     untold = decisions.decider.untold
     if len(untold) >= TOGETHER:
         if received is not None:
-            received = [*received, RoundTimes([*untold])]
+            received = [*received, SharedTimes([*untold])]
         untold.clear()
     requests = []
     for request in original(receiver, received, *rest):
-        if not isinstance(request, RoundTimes):
+        if not isinstance(request, SharedTimes):
             requests.append(request)
             continue
         for timed in request.rounds:
