@@ -153,9 +153,6 @@ class RolloutEngine(Protocol):
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End the named samples, or all: their `generate` returns what they have, with status "aborted"."""
 
-    def not_begun(self) -> list[str]:
-        """Return the ids of the requests that wait for their first round here."""
-
     def stats(self) -> list[RoundStats]:
         """Return and reset the counts and times of decode rounds, summed by (config, batch)."""
 

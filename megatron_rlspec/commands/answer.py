@@ -137,7 +137,7 @@ def _generate(
     try:
         starting.launch()
         engines = starting.wait()
-        pool = EnginePool(engines)
+        pool = EnginePool(engines, config.rollout.max_running_requests)
         _set_speculation(config, hf_config, pool)
         start = time.perf_counter()
         with _progress_bar() as bar:

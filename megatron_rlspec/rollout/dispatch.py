@@ -26,7 +26,6 @@ class Pool(Protocol):
 
     in_flight: int
     continues: bool
-    stolen: int
     continued: int
 
     @property
@@ -46,7 +45,6 @@ class Dispatch:
     waiting       groups of requests that no engine has
     samples       those that have ended, by id
     load, tokens  of each engine's requests: their number, and how many tokens they will take
-    queueing      engines that may hold requests that they have not begun
     where         the engine and the request of each running call, by id
     claimed       whom to tell when an engine gives a sample back, by id
     coming        requests that `resume` continues on an engine
@@ -78,7 +76,6 @@ class Dispatch:
         self.abort_at = 0.0  # when the aborts are repeated
         self.load: dict[str, int] = defaultdict(int)
         self.tokens: dict[str, float] = defaultdict(float)
-        self.queueing: set[str] = set()
         self.running: dict[Future, tuple[str, list[Request]]] = {}
         self.where: dict[str, tuple[str, Request]] = {}
         self.claimed: dict[str, Returned] = {}
@@ -86,10 +83,6 @@ class Dispatch:
         # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
         self.over = False
         self.failure: BaseException | None = None  # see `fail`
-        # whether a sample has ended, or an abort has come, since the last look at stealing
-        self.freed = False
-        # whether an engine has taken over requests; then they go where the fewest are
-        self.ran_dry = False
         self.changed = threading.Condition()
 
     def finish(self) -> list[Sample]:
@@ -100,10 +93,9 @@ class Dispatch:
                 while not self._ended():
                     self._start_resumed(threads)
                     self._distribute(threads)
-                    self._steal()
                     with self.changed:
-                        pause = ABORT_AGAIN if self.aborted else None
-                        self.changed.wait_for(self._has_work, pause)
+                        if not self._has_work():
+                            self.changed.wait(ABORT_AGAIN if self.aborted else None)
                     if self.failure is not None:
                         raise self.failure
                     self._abort_again()
@@ -122,7 +114,7 @@ class Dispatch:
 
     def _has_work(self) -> bool:
         """Return whether the calling thread has something to do."""
-        if self._ended() or self.freed or self.coming or self.failure is not None:
+        if self._ended() or self.coming or self.failure is not None:
             return True
         for future in self.running:
             if future.done():
@@ -162,8 +154,6 @@ class Dispatch:
         free = [name for name in engines if not limit or self.load[name] < limit]
         if not free:
             return None
-        if self.ran_dry:
-            return min(free, key=self.load.__getitem__)
         return min(free, key=lambda name: (self.tokens[name], self.load[name]))
 
     def _distribute(self, threads: ThreadPoolExecutor) -> None:
@@ -204,7 +194,6 @@ class Dispatch:
         calls = {request.id: (name, request) for request in requests}
         with self.changed:
             self.where.update(calls)
-            self.queueing.add(name)
         engine = self.pool.engines.get(name)
 
         def generate() -> list[Sample]:
@@ -235,7 +224,6 @@ class Dispatch:
                 leaves = returned is not None and aborted
                 if not leaves:
                     self.samples[id] = sample
-                self.freed = True
                 self.changed.notify()
             if returned is not None:
                 returned(id, self._continued(request, sample) if leaves else None)
@@ -283,40 +271,6 @@ class Dispatch:
             self._enqueue(going_on)
         self._end_aborted(aborted)
 
-    # ---- stealing ---------------------------------------------------------------------------------------------------
-
-    def _steal(self) -> None:
-        """Have requests that an engine has not begun come back, if another one has less than half as many."""
-        freed = self.freed
-        self.freed = False
-        if not freed or self.waiting or self.aborted:
-            return
-        engines = dict(self.pool.engines)
-        least = min((self.load[name] for name in engines), default=0)
-        for name in sorted(engines, key=self.load.__getitem__, reverse=True):
-            surplus = (self.load[name] - least) // 2
-            if name not in self.queueing or surplus <= least / 2:
-                continue
-            try:
-                ids = [id for id in engines[name].not_begun() if id not in self.claimed]
-                if not ids:
-                    self.queueing.discard(name)
-                    continue
-                self.ran_dry = True
-                stolen = self.claim(name, ids[-surplus:], self._stolen)
-                engines[name].abort(stolen)
-            except EngineError as error:  # its `generate` fails, too
-                logger.warning("no requests taken from %s: %s", name, error)
-            return
-
-    def _stolen(self, id: str, request: Request | None) -> None:
-        if request is None:
-            return
-        with self.changed:
-            self.pool.stolen += 1
-            self.waiting.append([request])
-            self.changed.notify()
-
     # ---- aborts -----------------------------------------------------------------------------------------------------
 
     def abort(self, request_ids: Collection[str] | None) -> None:
@@ -329,7 +283,6 @@ class Dispatch:
             self.aborted |= ids - self.samples.keys()
             # `finish` repeats the abort for requests that have not reached their engine yet
             self.abort_at = time.monotonic() + ABORT_AGAIN
-            self.freed = True
             self.changed.notify()
             groups = self.waiting
             self.waiting = deque()

@@ -3,7 +3,7 @@
     generate(requests)                                            one `Dispatch`, until every request has its sample
       groups, the longest first ──► waiting ──► the engine with the least to do ──► engine.generate, in a thread
                                        ▲                                               │ each sample that ends
-           stolen from a full engine ──┤                                               ▼
+                                       │                                               ▼
          left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
 
 Pushes, checks and moves ask the pool for its engines. Only the pool adds and drops one.
@@ -30,7 +30,6 @@ class EnginePool:
     """Generates on several engines. Requests of one prompt go to one engine, whose prefix cache they share.
 
     Groups are dealt by their predicted lengths, the longest first, each to the engine with the fewest predicted tokens.
-    When an engine has less than half as many requests as another, it takes over some that the other has not begun.
 
     engines    by name. The pool is the only registry of a run's engines
     in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
@@ -61,7 +60,6 @@ class EnginePool:
         self.continues = continues
         self._running: list[Dispatch] = []
         self.balance: Callable[[Dispatch], AbstractContextManager] | None = None
-        self.stolen = 0  # requests that moved before they had begun
         self.continued = 0  # tokens of lost engines' samples that other engines continued from
         self.failures: dict[str, str] = {}
         self._last_failure = ""

@@ -175,14 +175,13 @@ class Rollouts:
         order = prompts.order.state()
         began = time.perf_counter()
         pool = self.engines.pool
-        stolen, continued = pool.stolen, pool.continued
+        continued = pool.continued
         counts = {"reward_seconds_waited": 0.0}
         try:
             groups = self.generation.rollout(step, prompts, counts)
         except BaseException:
             prompts.order.restore(order)
             raise
-        counts["stolen"] = float(pool.stolen - stolen)
         counts["continued_tokens"] += pool.continued - continued
         return Rollout(groups, time.perf_counter() - began, counts)
 

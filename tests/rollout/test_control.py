@@ -109,7 +109,6 @@ def test_answers_of_data_parallel_ranks_are_merged():
     """Under attention data parallelism every rank answers. What one of them was not given counts as not delivered."""
     rows = [{"rounds": [1, 2]}, {"rounds": [3]}]
     assert control.merge("stats", rows) == control.merge("recent_rounds", rows) == {"rounds": [1, 2, 3]}
-    assert control.merge("not_begun", [{"ids": ["a"]}, {"ids": ["b"]}]) == {"ids": ["a", "b"]}
     whole = {"target": {"a": 1, "b": 2}, "drafter": {"c": 3}}
     assert control.merge("delivered", [whole, whole]) == control.merge("delivered", [whole]) == whole
     stale = {"target": {"a": 1, "b": 5}, "drafter": {}}

@@ -64,9 +64,6 @@ class Engine:
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         pass
 
-    def not_begun(self) -> list[str]:
-        return []
-
     def close(self) -> None:
         self.closed = True
 
@@ -138,28 +135,11 @@ class Slots(Engine):
             samples.append(drawn)
             on_sample(drawn)
 
-    def not_begun(self) -> list[str]:
-        with self.lock:
-            return [r.id for r in self.queue[self.slots :]]
-
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self.lock:
             found = {r.id for r in self.queue if r.id in request_ids}
             self.aborted |= found
             self.most = inf if found else self.most
-
-
-def test_an_idle_engine_takes_what_another_has_not_begun() -> None:
-    full = Slots("full", slots=4, most=4)
-    idle = Slots("idle", slots=4)
-    asked = [r for r in requests(2, per_prompt=40) if r.prompt.id == 0 or r.id < "001-2."]
-    pool = EnginePool(named([full, idle]))
-    seen: Counter[str] = Counter()
-    samples = pool.generate(asked, SAMPLING, lambda s: seen.update([s.request_id]))
-    assert [s.request_id for s in samples] == [r.id for r in asked] and set(seen.values()) == {1}
-    assert all(s.tokens[-1] == r.seed for s, r in zip(samples, asked, strict=True))
-    assert pool.stolen >= len(full.gave) >= 12 and len(idle.drawn) >= 15
-    assert sorted(full.drawn + idle.drawn) == sorted(r.id for r in asked)
 
 
 def test_aborted_requests_end_wherever_they_are() -> None:
@@ -179,17 +159,6 @@ def test_aborted_requests_end_wherever_they_are() -> None:
     ended = {s.request_id: s.status for s in samples}
     assert all(ended[r.id] == "finished" for r in asked if not r.prompt.id % 2)
     assert sum(status == "aborted" for status in ended.values()) >= 15
-
-
-def test_what_is_taken_over_goes_to_the_engine_that_has_room() -> None:
-    """By predicted tokens, the engine with one long request has more to do than that with twenty short ones."""
-    pool = EnginePool(named([Slots("a", slots=2, most=0), Slots("b", slots=2, most=1)]))
-    asked = requests(6)[3:]
-    seen: Counter[str] = Counter()
-    lengths = {0: 1000.0} | dict.fromkeys(range(1, 6), 10.0)
-    samples = pool.generate(asked, SAMPLING, lambda s: seen.update([s.request_id]), lengths)
-    assert [s.request_id for s in samples] == [r.id for r in asked] and set(seen.values()) == {1}
-    assert 0 < pool.stolen <= len(asked)
 
 
 class Late(Slots):

@@ -1,4 +1,4 @@
-"""Random cuts, lost engines, retractions and pushes, while a pool draws and steals: every sample comes whole."""
+"""Random cuts, lost engines, retractions and pushes, while a pool draws: every sample comes whole."""
 
 from __future__ import annotations
 

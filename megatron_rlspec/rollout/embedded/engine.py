@@ -281,10 +281,6 @@ class EmbeddedEngine:
             for run in self.scheduler.every:
                 run.abort |= request_ids is None or run.request.id in request_ids
 
-    def not_begun(self) -> list[str]:
-        with self._lock:
-            return [run.request.id for run in self.waiting if not run.seats]
-
     def stats(self) -> list[RoundStats]:
         with self._lock:
             return self._log.take()

@@ -116,7 +116,6 @@ COMMANDS: dict[str, type[Strict]] = {
     "release": Nothing,
     "spec_rule_report": Nothing,
     "stats": Nothing,
-    "not_begun": Nothing,
     "progress": Nothing,
     "recent_rounds": Nothing,
     "fingerprints": Nothing,

@@ -102,9 +102,6 @@ class Engine:
             ]
             return Load(self.name, tuple(held), 0, 10_000, 0)
 
-    def not_begun(self) -> list[str]:
-        return []
-
     def close(self) -> None:
         self.dead = True
 

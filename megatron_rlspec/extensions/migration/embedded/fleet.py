@@ -263,11 +263,6 @@ class Fleet:
     def wake(self) -> None:
         """Do nothing."""
 
-    def not_begun(self) -> list[str]:
-        """Return what has not been dealt to a rank yet. What was dealt moves between ranks by plan only."""
-        with self._known:
-            return [request.id for request, _ in self._new]
-
     def stats(self) -> list[RoundStats]:
         stats: list[RoundStats] = []
         for of_rank in self._call("stats"):

@@ -207,9 +207,6 @@ class SGLangEngine(Connection):
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self.post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
 
-    def not_begun(self) -> list[str]:
-        return self.field("control/not_begun", "ids", list)
-
     def progress(self) -> Load:
         """Return what the engine decodes now, what waits, and its free room.
 

@@ -99,13 +99,11 @@ def _handle(original: Callable, scheduler: Any, request: Any) -> Any:
 def merge(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the answers of an engine's data-parallel ranks into one.
 
-    Rounds and ids are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other
+    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other
     command does the same on every rank, so the first rank's answer is enough.
     """
     if command in ("stats", "recent_rounds"):
         return {"rounds": [row for answer in answers for row in answer["rounds"]]}
-    if command == "not_begun":
-        return {"ids": [name for answer in answers for name in answer["ids"]]}
     if command == "delivered":
         first, *others = answers
         for other in others:
@@ -203,14 +201,6 @@ def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
 
 def _stats(scheduler: Any) -> dict[str, Any]:
     return {"rounds": [asdict(s) for s in rounds.take()]}
-
-
-def _not_begun(scheduler: Any) -> dict[str, Any]:
-    return {
-        "ids": [
-            ids.outer(request.rid) for request in scheduler.waiting_queue if not request.output_ids
-        ]
-    }
 
 
 def _progress(scheduler: Any) -> dict[str, Any]:
@@ -313,7 +303,6 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "release": _release,
     "spec_rule_report": _spec_rule_report,
     "stats": _stats,
-    "not_begun": _not_begun,
     "progress": _progress,
     "recent_rounds": _recent_rounds,
     "fingerprints": _fingerprints,
