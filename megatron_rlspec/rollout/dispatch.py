@@ -42,13 +42,13 @@ class Dispatch:
     A request is in exactly one place: in `waiting`, with the call in `where` that generates it, in transfer after
     `claim`, in `coming`, or in `samples`. Engines are known by their names. `changed` guards all fields.
 
-    waiting       groups of requests that no engine has
-    samples       those that have ended, by id
-    load, tokens  of each engine's requests: their number, and how many tokens they will take
-    where         the engine and the request of each running call, by id
-    claimed       whom to tell when an engine gives a sample back, by id
-    coming        requests that `resume` continues on an engine
-    aborted       ids of requests that come back as they are
+    waiting  groups of requests that no engine has
+    samples  those that have ended, by id
+    load     requests of each engine
+    where    the engine and the request of each running call, by id
+    claimed  whom to tell when an engine gives a sample back, by id
+    coming   requests that `resume` continues on an engine
+    aborted  ids of requests that come back as they are
     """
 
     def __init__(
@@ -57,25 +57,17 @@ class Dispatch:
         requests: Sequence[Request],
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None,
-        lengths: Mapping[int, float],
     ) -> None:
         self.pool = pool
         self.requests = requests
         self.sampling = sampling
         self.on_sample = on_sample
-        self.lengths = lengths
-        predicted = []
-        for request in requests:
-            if request.prompt.id in lengths:
-                predicted.append(lengths[request.prompt.id])
-        self.mean_length = sum(predicted) / len(predicted) if predicted else 1.0
         self.waiting: deque[list[Request]] = deque()
-        self._enqueue(sorted(requests, key=self._tokens_left, reverse=True))
+        self._enqueue(requests)
         self.samples: dict[str, Sample] = {}
         self.aborted: set[str] = set()
         self.abort_at = 0.0  # when the aborts are repeated
         self.load: dict[str, int] = defaultdict(int)
-        self.tokens: dict[str, float] = defaultdict(float)
         self.running: dict[Future, tuple[str, list[Request]]] = {}
         self.where: dict[str, tuple[str, Request]] = {}
         self.claimed: dict[str, Returned] = {}
@@ -141,12 +133,6 @@ class Dispatch:
             groups.setdefault(request.prompt.id, []).append(request)
         self.waiting.extendleft(reversed(groups.values()))
 
-    def _tokens_left(self, request: Request) -> float:
-        """Return how many tokens a request will still take, as predicted."""
-        begun = 0 if request.partial is None else len(request.partial.response)
-        length = self.lengths.get(request.prompt.id, self.mean_length)
-        return max(1.0, length - begun)
-
     def _least_loaded(self) -> str | None:
         """Return the engine that gets the next group; None if all have as many requests as they may."""
         limit = self.pool.in_flight
@@ -154,7 +140,7 @@ class Dispatch:
         free = [name for name in engines if not limit or self.load[name] < limit]
         if not free:
             return None
-        return min(free, key=lambda name: (self.tokens[name], self.load[name]))
+        return min(free, key=self.load.__getitem__)
 
     def _distribute(self, threads: ThreadPoolExecutor) -> None:
         if self.waiting and not self.running:
@@ -166,7 +152,7 @@ class Dispatch:
                 if engine is None:
                     break
                 group = self.waiting.popleft()
-                self._count(engine, group, 1)
+                self.load[engine] += len(group)
                 parts.setdefault(engine, []).extend(group)
             for engine, requests in parts.items():
                 self._start(threads, engine, requests)
@@ -179,15 +165,10 @@ class Dispatch:
                 aborted = any(request.id in self.aborted for request in requests)
                 starts = not aborted and engine in self.pool.engines
                 if starts:
-                    self._count(engine, requests, 1)
+                    self.load[engine] += len(requests)
                     self._start(threads, engine, requests)
             if not starts:
                 self._give_back(requests)
-
-    def _count(self, engine: str, requests: Sequence[Request], sign: int) -> None:
-        for request in requests:
-            self.load[engine] += sign
-            self.tokens[engine] += sign * self._tokens_left(request)
 
     def _start(self, threads: ThreadPoolExecutor, name: str, requests: list[Request]) -> None:
         """Have an engine generate these requests, in a thread. One that the pool has just dropped gives them back."""
@@ -217,7 +198,7 @@ class Dispatch:
                 if self.where.get(id) is not calls[id]:
                     return
                 del self.where[id]
-                self._count(engine, [request], -1)
+                self.load[engine] -= 1
                 returned = self.claimed.pop(id, None)
                 # A sample that ended by itself is not moved, nor is one that the caller aborted.
                 aborted = sample.status == "aborted" and id not in self.aborted

@@ -1,10 +1,10 @@
 """Several engines as one: the registry of a run's engines, by name, and `generate` over all of them.
 
     generate(requests)                                            one `Dispatch`, until every request has its sample
-      groups, the longest first ──► waiting ──► the engine with the least to do ──► engine.generate, in a thread
-                                       ▲                                               │ each sample that ends
-                                       │                                               ▼
-         left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
+      groups of one prompt ──► waiting ──► the engine with the fewest ──► engine.generate, in a thread
+                                  ▲                                               │ each sample that ends
+                                  │                                               ▼
+    left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
 
 Pushes, checks and moves ask the pool for its engines. Only the pool adds and drops one.
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class EnginePool:
     """Generates on several engines. Requests of one prompt go to one engine, whose prefix cache they share.
 
-    Groups are dealt by their predicted lengths, the longest first, each to the engine with the fewest predicted tokens.
+    A group goes to the engine that has the fewest requests then.
 
     engines    by name. The pool is the only registry of a run's engines
     in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
@@ -75,19 +75,15 @@ class EnginePool:
         requests: Sequence[Request],
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None = None,
-        lengths: Mapping[int, float] = MappingProxyType({}),
     ) -> list[Sample]:
         """Generate one sample per request, in their order. `on_sample` is called once per request, from any thread.
-
-        lengths  predicted tokens of a response, by the prompt's id. Prompts without one count as the mean of the
-                 others; without any, groups are dealt in their order, by their number of requests
 
         Raises EngineError if no engine is left, and ValueError if two requests have one id.
         """
         self.check()
         if len({request.id for request in requests}) != len(requests):
             raise ValueError("two requests have the same id")
-        run = Dispatch(self, requests, sampling, on_sample, lengths)
+        run = Dispatch(self, requests, sampling, on_sample)
         self._running.append(run)
         try:
             with self.balance(run) if self.balance else nullcontext():

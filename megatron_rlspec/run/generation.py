@@ -78,8 +78,6 @@ class Generation:
         self._cancelled = cancelled
         self._failed_steps = rewards.FailedSteps(train.max_bad_steps)
         self._shown = False  # whether the run has shown a scored sample
-        # tokens and number of the responses to a prompt: they decide which requests engines get first
-        self._lengths: dict[int, tuple[int, int]] = {}
         self._running: Collection[str] = ()  # ids of the requests that engines may hold
         self._closed = threading.Event()
         self._conversations: Conversations | None = None
@@ -101,13 +99,8 @@ class Generation:
         self._closed.set()
         self._scorer.close()
 
-    def state(self) -> list[tuple[int, int, int]]:
-        """Return (prompt, tokens, responses) for a checkpoint; `begun` belongs to it, too."""
-        return [(row, tokens, number) for row, (tokens, number) in self._lengths.items()]
-
-    def restore(self, lengths: Sequence[tuple[int, int, int]], begun: Sequence[OpenGroup]) -> None:
-        """Set what `state` returned, and `begun`."""
-        self._lengths = {row: (tokens, number) for row, tokens, number in lengths}
+    def restore(self, begun: Sequence[OpenGroup]) -> None:
+        """Set `begun`, as a checkpoint has it."""
         self.begun = list(begun)
         if self.begun and not self._rollout.partial:
             message = f"rollout.partial=0: {len(self.begun)} begun groups are not continued"
@@ -157,17 +150,10 @@ class Generation:
             counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
         if options.mask_offpolicy:
             mask_continued(samples_of(groups))
-        self._learn_lengths(groups)
         if step == 0:
             self._show("step 1", groups[0].samples[0])
         self._record_failures(f"step {step + 1}", ended, failures)
         return groups
-
-    def _learn_lengths(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            tokens, number = self._lengths.get(group.prompt.id, (0, 0))
-            tokens += sum(len(sample.response) for sample in group.samples)
-            self._lengths[group.prompt.id] = (tokens, number + len(group.samples))
 
     def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
         if failures:
@@ -247,18 +233,10 @@ class Generation:
         Returns the number of samples that ended, and one line per failed reward. `counts` is given for training.
         """
         scoring = rewards.Scoring(self._scorer)
-        how = self._eval_sampling
-        expected_lengths: dict[int, float] = {}
-        if counts is not None:
-            how = self.sampling
-            for row, (tokens, number) in self._lengths.items():
-                expected_lengths[row] = tokens / number
+        how = self._eval_sampling if counts is None else self.sampling
         try:
             samples = self._answer(
-                drawing.requests(),
-                how,
-                lambda sample: self._ended(sample, drawing, scoring),
-                expected_lengths,
+                drawing.requests(), how, lambda sample: self._ended(sample, drawing, scoring)
             )
             ended = [sample for sample in samples if sample.status != "aborted"]
             failures = scoring.finish(
@@ -305,21 +283,14 @@ class Generation:
             self._engines.pool.abort(left)
 
     def _answer(
-        self,
-        requests: Sequence[Request],
-        how: Sampling,
-        ended: Callable[[Sample], None],
-        expected_lengths: Mapping[int, float],
+        self, requests: Sequence[Request], how: Sampling, ended: Callable[[Sample], None]
     ) -> list[Sample]:
-        """Generate one sample per request, in one reply each or by the user's function. `ended` is called with each.
-
-        expected_lengths  tokens of a response, by the row of its prompt
-        """
+        """Generate one sample per request, in one reply each or by the user's function. `ended` is called with each."""
         self._check_cancelled()
         try:
             if self._conversations is None:
                 self._running = [request.id for request in requests]
-                samples = self._engines.pool.generate(requests, how, ended, expected_lengths)
+                samples = self._engines.pool.generate(requests, how, ended)
             else:
                 self._running = self._conversations.running
                 samples = self._conversations.draw(requests, how, ended)

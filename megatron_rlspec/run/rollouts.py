@@ -104,7 +104,7 @@ class Rollouts:
         self.generation.start()
         if lost := self.speculation.learning.restore(resumed):
             self.recorder.event("resume", lost)
-        self.generation.restore(resumed.get("lengths", ()), drawn.begun)
+        self.generation.restore(drawn.begun)
         self._awaits_drafts = self.fresh and not resumed.get("drafts", False)
         if self._awaits_drafts and not resumed:
             self.speculation.learning.start_without()
@@ -123,7 +123,6 @@ class Rollouts:
         """Return the state for a checkpoint, as JSON, without what `drawn` returns."""
         state = self.speculation.learning.state()
         state["ahead"] = {} if self._ahead is None else self._ahead.result().counts
-        state["lengths"] = self.generation.state()
         state["drafts"] = not self._awaits_drafts
         return state
 

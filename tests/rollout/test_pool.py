@@ -72,21 +72,6 @@ def named(engines: Sequence[Engine]) -> dict[str, Engine]:
     return {engine.name: engine for engine in engines}
 
 
-def test_groups_of_known_lengths_are_dealt_by_them() -> None:
-    """Four prompts of 1000 tokens and twelve of 10: each engine gets a long one; without lengths one gets three."""
-    lengths = {p: 1000.0 if p in (0, 1, 5, 9) else 10.0 for p in range(16) if p != 3}
-    long = [p for p, length in lengths.items() if length == 1000]
-    shares = []
-    for known in (lengths, {}):
-        engines = [Engine(name) for name in "abcd"]
-        EnginePool(named(engines)).generate(requests(16), SAMPLING, lengths=known)
-        shares.append(sorted(len(engine.prompts.intersection(long)) for engine in engines))
-    assert shares == [[1, 1, 1, 1], [0, 0, 1, 3]]
-    two = [Engine("a"), Engine("b")]
-    EnginePool(named(two)).generate(requests(3), SAMPLING, lengths={0: 500.0, 1: 500.0, 2: 1000.0})
-    assert sorted(sorted(engine.prompts) for engine in two) == [[0, 1], [2]], "the longest comes first"
-
-
 class Slots(Engine):
     """Runs `slots` requests at once, in their order; returns aborted ones as they are.
 

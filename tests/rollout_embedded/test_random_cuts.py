@@ -118,12 +118,11 @@ def test_every_sample_comes_whole_and_once(model, texts, seed):
         loses(engine, int(rng.integers(25)))
     pool = EnginePool(dict(zip("abc", engines, strict=False)), in_flight=int(rng.choice([0, 5])))
     left = {r.id: r for r in oracle.requests(PROMPTS[: rng.integers(1, 5)], group=3)}
-    lengths = {p: float(rng.integers(1, 16)) for p in range(4)} if rng.random() < 0.5 else {}
     version = 0
     while left:
         seen: Counter[str] = Counter()
         asked = [left[name] for name in rng.permutation(list(left))]
-        pending = begun(partial(pool.generate, asked, SAMPLING, partial(count, seen), lengths))
+        pending = begun(partial(pool.generate, asked, SAMPLING, partial(count, seen)))
         for _ in range(rng.integers(4)):
             wait(pending, rng.random() * 0.01)
             disturb(rng, pool, list(left))

@@ -79,7 +79,7 @@ class Run:
 )
 def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same(start, tmp_path, changed):
     config = config_of(start, tmp_path, **changed)
-    if "max_running_requests" in changed:  # earlier lengths of these prompts then decide which requests begin first
+    if "max_running_requests" in changed:  # prompts come again
         rows = (start / "task/rl.jsonl").read_text().splitlines(keepends=True)[:ROWS]
         (tmp_path / "few.jsonl").write_text("".join(rows))
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": f"{tmp_path}/few.jsonl"})})
