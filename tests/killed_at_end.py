@@ -1,19 +1,15 @@
-"""Run `rlspec train`, which is killed when it begins to write the drafter's optimizer state of its result."""
+"""Run `rlspec train`, which is killed when it begins to write the model card of its result."""
 
 import os
 import signal
 
 from megatron_rlspec import cli
-from megatron_rlspec.models import tensor_file
-
-save = tensor_file.save
+from megatron_rlspec.run import result
 
 
-def dies(tensors, path):
-    if path.name == "hf.safetensors":
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(tensors, path)
+def dies(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-tensor_file.save = dies
+result.card = dies
 cli.main()

@@ -94,8 +94,7 @@ class DrafterConfig(Section):
     )
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000), Needs("drafter.train")] = Field(
         20,
-        description="steps over which the drafter's learning rate rises linearly from 0; earlier updates count, "
-        "if model.path holds their moments; 0: none",
+        description="steps over which the drafter's learning rate rises linearly from 0; 0: none",
     )
 
     @model_validator(mode="after")

@@ -1,7 +1,4 @@
-"""The result of a run: policy and drafter as Hugging Face checkpoints that people can upload.
-
-The drafter's optimizer state lies beside them, in `optimizer/` (`moments.file_of`).
-"""
+"""The result of a run: policy and drafter as Hugging Face checkpoints that people can upload."""
 
 from __future__ import annotations
 
@@ -14,15 +11,13 @@ from megatron_rlspec.config import DrafterConfig
 from megatron_rlspec.conversion.drafter_files import build_drafter
 from megatron_rlspec.files import read_json, tell
 from megatron_rlspec.host import ranks
-from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.config import DRAFTER, STATED
-from megatron_rlspec.models.hf_files import LazyTensors, build_hf, publish, write_json
+from megatron_rlspec.models.hf_files import build_hf, publish, write_json
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.run.model_card import card
 from megatron_rlspec.run.recording import Records
-from megatron_rlspec.train import moments
 from megatron_rlspec.train.step import Trainer
 
 REWARD = "reward.json"  # in hf-best/
@@ -61,14 +56,9 @@ class Results:
                 built = build_result(
                     model_path, config.drafter, self._loaded, source, result, sharpness
                 )
-        drafter_moments = dict(self._trainer.export_drafter_moments())
         if not built:
             return
         drafter = next(iter(built))
-        if drafter_moments:
-            path = moments.file_of(drafter)
-            path.parent.mkdir(exist_ok=True)
-            tensor_file.save(drafter_moments, path)
         about = self._records.about
         has_mtp = drafter == result and bool(self._loaded.hf_config.get("num_nextn_predict_layers"))
         text = card(model_path, about, result, drafter if drafter != result else None, has_mtp)
@@ -137,21 +127,3 @@ def build_result(
             drafter.path,
         )
     return built | {target: build_hf(target, policy_config, source("target"), model_path)}
-
-
-def take_drafter_moments(trainer: Trainer, tensors: LazyTensors) -> str:
-    """Load the drafter's optimizer state of the run that wrote `model.path` or `drafter.path`. Collective.
-
-    Returns the event's text; "" without such a state, and for a drafter that is new or not trained.
-    """
-    config = trainer.config
-    if not config.drafter.train or config.replay.fresh_drafter:
-        return ""
-    shapes = {name: tensors.shape(name) for name in moments.trained_names(trainer.table)}
-    directory = Path(config.drafter.path or config.model.path)
-    file, problem = moments.find(directory, trainer.table, shapes)
-    if file is None:
-        return problem
-    with file:
-        trainer.take_drafter_moments(file)
-        return f"the optimizer continues after {int(file['updates'])} updates, with the moments in {file.path}"

@@ -47,7 +47,7 @@ from megatron_rlspec.run.loading import (
 )
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
-from megatron_rlspec.run.result import Results, take_drafter_moments
+from megatron_rlspec.run.result import Results
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.trajectory import TrajectoryRecording
 from megatron_rlspec.train import runtime
@@ -133,9 +133,6 @@ class Session:
         self.drafting = Drafting.open(
             self.trainer, self.loaded, extensions.drafter, state, drawn.replay, self.supervised
         )
-        moments = ""
-        if not state:
-            moments = take_drafter_moments(self.trainer, self.loaded.tensors)
 
         if colocated:
             _free_memory(self.trainer)
@@ -151,8 +148,6 @@ class Session:
         closing.callback(lambda: self.records.close(self.done))
         self.results = Results(self.loaded, self.trainer, self.records)
         self.records.logprob_gap.restore(state.get("logprob_gaps", []))
-        if moments:
-            self.records.event("drafter", moments)
         if self.loaded.data is not None:
             self.records.event("data", self.loaded.data.summary)
         self.recording: TrajectoryRecording | None = None

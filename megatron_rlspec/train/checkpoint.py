@@ -31,7 +31,6 @@ from megatron_rlspec.train.optimizer import Learner, Part
 
 LAYOUT = "layout.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-_BEFORE = "updates_before"
 
 
 class SaveError(RuntimeError):
@@ -142,15 +141,42 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
 
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
     with TensorFile(path) as file, torch.no_grad():
-        learner.steps = _count(file, "steps")
-        learner.updates_before = _count(file, _BEFORE) if _BEFORE in file else 0
-        learner.create_moments()
+        learner.steps = int(_stored(file, "steps", torch.tensor(0)))
+        _create_moments(part, learner.steps)
         tensors = _tensors(learner, part)
         for name in file:
             if name not in tensors:
                 raise CheckpointError(f"{path}: has {name}, which this run does not")
         for name, tensor in tensors.items():
             tensor.copy_(_stored(file, name, tensor))
+
+
+def _create_moments(part: Part, updates: int) -> None:
+    """Create the optimizer state to load into: one for every parameter; none if there was no update yet.
+
+    torch's AdamW counts updates in that state, the fused ones count them in the group.
+    """
+    if not part.groups:
+        return
+    inner = part.optimizer.optimizer
+    if not updates:
+        inner.state.clear()
+        for group in part.groups:
+            group.pop("step", None)
+        return
+    counts_in_state = isinstance(inner, torch.optim.AdamW)
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            if state:
+                continue
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            if counts_in_state:
+                state["step"] = torch.tensor(float(updates))
+    if not counts_in_state:
+        for group in part.groups:
+            group["step"] = updates
 
 
 def _load_generators(path: Path) -> None:
@@ -175,10 +201,6 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
     return tensor
 
 
-def _count(file: TensorFile, name: str) -> int:
-    return int(_stored(file, name, torch.tensor(0)))
-
-
 def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
     """Name every tensor of a part: parameters, the optimizer's copies, moments, step count; routers' biases."""
     module = learner.ddp.module
@@ -194,8 +216,6 @@ def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
         for moment in _MOMENTS:
             if moment in state:
                 tensors[f"{moment}.{key}"] = state[moment]
-    if learner.updates_before:
-        tensors[_BEFORE] = torch.tensor(learner.updates_before)
     tensors["steps"] = torch.tensor(learner.steps)
     return tensors
 

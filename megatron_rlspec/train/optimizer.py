@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,18 +60,6 @@ class Part:
         return _is_expert(parameter) == self.experts
 
 
-class Optimized(NamedTuple):
-    """What an inner optimizer updates in place of a parameter, or of a piece of it.
-
-    start  first element of the piece in the flat parameter
-    state  its moments
-    """
-
-    tensor: Tensor
-    start: int
-    state: dict[str, Tensor]
-
-
 class Learner:
     """A module with its own gradient buffers and its own AdamW. One-dimensional parameters have no weight decay.
 
@@ -109,7 +96,6 @@ class Learner:
         self.adam = adam
         self.pipelined = pipelined
         self.steps = 0  # updates of this run
-        self.updates_before = 0  # updates of the run whose moments this one continues with
         self._pace = pace or self
         self._offloaded = False
         self.ddp = DistributedDataParallel(
@@ -214,41 +200,6 @@ class Learner:
         buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
         return [buffer.grad_data for buffer in buffers]
 
-    def part_of(self, parameter: Tensor) -> Part:
-        """Return the part that the module's `parameter` belongs to."""
-        return next(part for part in self.parts if part.holds(parameter))
-
-    def optimized(self) -> Iterator[tuple[str, Optimized]]:
-        """Yield, by parameter name, what the inner optimizers update.
-
-        Under the distributed optimizer that is this replica's piece; a parameter without such a piece is left out.
-        """
-        copies: dict[int, Tensor] = {}
-        for part in self.parts:
-            for parameter, copy in _float32_copies(part.optimizer):
-                copies[id(parameter)] = copy
-        for name, parameter in self.ddp.module.named_parameters():
-            outer = self.part_of(parameter).optimizer
-            inner = copies.get(id(parameter), parameter)
-            start = 0
-            if self.adam.distributed:
-                if parameter not in outer.model_param_group_index_map:
-                    continue
-                group, order = outer.model_param_group_index_map[parameter]
-                start = outer._get_model_param_range_map(parameter)["param"].start
-                inner = outer.optimizer.param_groups[group]["params"][order]
-            yield name, Optimized(inner, start, outer.optimizer.state.get(inner, {}))
-
-    def create_moments(self) -> None:
-        """Create an optimizer state for every parameter, to load into; none if there was no update yet.
-
-        torch's AdamW counts updates in that state, the fused ones count them in the group.
-        """
-        updates = self.steps + self.updates_before
-        for part in self.parts:
-            if part.groups:
-                _create_moments(part, updates)
-
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
         if self.pipelined:
@@ -277,14 +228,11 @@ class Learner:
         return norm, True
 
     def rate(self) -> float:
-        """Return the learning rate of the newest update: linear warm-up, linear decay to a tenth.
-
-        Updates of the run whose moments this one continues with count in the warm-up only. The decay counts by `pace`.
-        """
+        """Return the learning rate of the newest update: linear warm-up, linear decay to a tenth by `pace`."""
         adam = self.adam
         warmup = 1.0
         if adam.warmup_steps:
-            warmup = min(1.0, (self.steps + self.updates_before) / adam.warmup_steps)
+            warmup = min(1.0, self.steps / adam.warmup_steps)
         decay = 1.0
         if adam.decay_steps:
             paced_steps = self._pace.steps or self.steps
@@ -330,34 +278,3 @@ def _groups(
         {"params": decayed, "wd_mult": 1.0, **common},
         {"params": others, "wd_mult": 0.0, **common},
     ]
-
-
-def _create_moments(part: Part, updates: int) -> None:
-    """Create the part's optimizer state as after `updates` updates; moments that are missing become 0."""
-    inner = part.optimizer.optimizer
-    if not updates:
-        inner.state.clear()
-        for group in part.groups:
-            group.pop("step", None)
-        return
-    counts_in_state = isinstance(inner, torch.optim.AdamW)
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            state = inner.state[parameter]
-            if state:
-                continue
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-            if counts_in_state:
-                state["step"] = torch.tensor(float(updates))
-    if not counts_in_state:
-        for group in part.groups:
-            group["step"] = updates
-
-
-def _float32_copies(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each bfloat16 parameter of Megatron's optimizer with its float32 copy; nothing for other parameters."""
-    groups = getattr(optimizer, "float16_groups", [])
-    groups_of_copies = getattr(optimizer, "fp32_from_float16_groups", [])
-    for parameters, copies in zip(groups, groups_of_copies, strict=True):
-        yield from zip(parameters, copies, strict=True)

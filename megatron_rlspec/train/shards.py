@@ -115,7 +115,11 @@ def export(
         if source == stage:
             for module in modules:
                 shards |= global_names(module, config)
-        yield from export_stage(table, shards, source, config, live)
+        for name, full in _stage_tensors(table, shards, source, stage, config):
+            for hf, tensor in table.to_hf(name, full):
+                if not live:  # the next step changes the parameter itself
+                    tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                yield hf, tensor.contiguous()
 
 
 def whole(
@@ -140,27 +144,6 @@ def whole(
             dist.broadcast(shard, src=last, group=pipeline)
         parts = _gather(shard, ps.get_tensor_model_parallel_group())
         for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
-            yield hf, tensor.contiguous()
-
-
-def export_stage(
-    table: NameTable,
-    shards: dict[str, Tensor],
-    source: int,
-    config: TransformerConfig,
-    live: bool = False,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield one pipeline stage's tensors as `export` does: full, under Hugging Face names, on rank 0.
-
-    `shards`: by canonical name on stage `source`, empty on the others. Every rank must exhaust it.
-    """
-    if ps.get_expert_data_parallel_rank() != 0:
-        return
-    stage = ps.get_pipeline_model_parallel_rank()
-    for name, full in _stage_tensors(table, shards, source, stage, config):
-        for hf, tensor in table.to_hf(name, full):
-            if not live:  # the next step changes the parameter itself
-                tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
             yield hf, tensor.contiguous()
 
 

@@ -31,7 +31,7 @@ from megatron_rlspec.models.hf_files import read_json
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
-from megatron_rlspec.train import checkpoint, moments, runtime, shards
+from megatron_rlspec.train import checkpoint, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import Drafter, build_drafter
 from megatron_rlspec.train.drafter_step import (
@@ -135,33 +135,6 @@ class Trainer:
         `live`: without copies, for a reader that is done before the next step.
         """
         return shards.export(self.table, self.policy, self.drafter, self.model_config, scope, live)
-
-    def export_drafter_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the content of `moments.file_of` on rank 0; other ranks must exhaust the (empty) iterator too.
-
-        It yields nothing before the drafter's first update.
-        """
-        learner = self.drafter_learner
-        count = 0
-        if learner is not None:
-            count = learner.steps + learner.updates_before
-        updates = _from_last_stage(torch.tensor(count), self.device)
-        if not int(updates):
-            return
-        last = ps.get_pipeline_model_parallel_world_size() - 1
-        for moment in moments.MOMENTS:
-            tensors: dict[str, Tensor] = {}
-            if learner is not None:
-                tensors = moments.under_canonical_names(learner, moment)
-            for name, tensor in shards.export_stage(self.table, tensors, last, self.model_config):
-                yield f"{moment}.{name}", tensor
-        if dist.get_rank() == 0:
-            yield "updates", updates
-
-    def take_drafter_moments(self, file: Mapping[str, Tensor]) -> None:
-        """Continue with the moments in `file`, which `moments.find` has opened. Call it before the first step."""
-        if self.drafter_learner is not None:
-            moments.take(self.drafter_learner, self.table, file)
 
     def save(self, directory: Path) -> None:
         """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""

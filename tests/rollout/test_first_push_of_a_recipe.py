@@ -49,7 +49,7 @@ GLM = {
 
 
 def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that all pipeline stages export, as `shards.export_stage` does."""
+    """Return names and shapes of the tensors that all pipeline stages export, as `shards.export` does."""
     found: dict[str, tuple[int, ...]] = {}
     count = stages._count
 

@@ -93,12 +93,12 @@ def test_a_run_is_not_continued_with_another_model_or_other_data(start, tmp_path
     assert contents(copy) == before
 
 
-def test_a_result_has_its_name_once_the_optimizers_state_is_there_too(start, copy):
+def test_a_result_has_its_name_once_its_card_is_there_too(start, copy):
     arguments = words(start, copy, "train", OPTIONS | {"train__resume": "true"})
     assert forked.run_module("killed_at_end", arguments, folder=TESTS).returncode == -signal.SIGKILL
     assert not (copy / "hf").exists() and (copy / ".hf.partial/config.json").exists()
     run(start, copy, **OPTIONS, train__resume="true")
-    assert (copy / "optimizer/hf.safetensors").exists() and not (copy / ".hf.partial").exists()
+    assert (copy / "hf/README.md").exists() and not (copy / ".hf.partial").exists()
 
 
 def test_resumed_runs_repeat_no_sample_and_no_record(start, copy):

@@ -61,8 +61,6 @@ def test_a_replay_trains_the_same_drafter_bit_for_bit(recorded, start, tmp_path)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
     before = read_hf(start / "model")[1]
     assert any(not torch.equal(tensor.float(), before[name]) for name, tensor in drafter(recorded).items())
-    file = "optimizer/hf.safetensors"
-    assert (tmp_path / "same" / file).read_bytes() == (recorded / file).read_bytes()
     records = [read_records(folder / "metrics.jsonl") for folder in (recorded, tmp_path / "same")]
     for name in ("drafter/loss_1", "drafter/grad_norm", "drafter/match_3"):
         assert [r.get(name) for r in records[0]] == [r.get(name) for r in records[1]]

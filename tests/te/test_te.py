@@ -19,12 +19,7 @@ SLOW = {
     "experts": ["train/test_experts.py", "train/test_expert_parallel.py"],
     "EAGLE-3": ["train/test_eagle3_training.py"],
     "layouts": ["train/test_parallel_equality.py::test_every_pair_of_settings"],
-    # The other tests of warm starts have a control that depends on the drafter's initialisation, which differs here.
-    "resume": [
-        "train/test_resume.py",
-        "train/test_warm_start.py::test_moments_do_not_depend_on_the_layout_of_ranks",
-        "train/test_warm_start.py::test_a_run_that_loaded_moments_resumes_bit_for_bit",
-    ],
+    "resume": ["train/test_resume.py"],
     "whole runs": [
         "run/test_run.py::test_a_run_leaves_the_files_that_the_readme_lists",
         "run/test_run.py::test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early",

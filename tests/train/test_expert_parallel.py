@@ -37,7 +37,6 @@ def trained(weights, parallel, hf=SMALL, **sections):
         "metrics": metrics,
         "loaded": loaded,
         "exported": dict(trainer.export()),
-        "moments": dict(trainer.export_drafter_moments()),
         "dense": dense_bits(trainer),
         "experts": digest(p for _, p, is_expert in parameters(trainer) if is_expert),
         "policy": digest([*trainer.policy.parameters(), *experts.biases(trainer.policy).values()]),
@@ -84,7 +83,6 @@ def compare(weights, size, names):
         assert split["loaded"].keys() == whole["loaded"].keys()
         assert all(torch.equal(split["loaded"][n], t) for n, t in whole["loaded"].items()), f"{name}: export"
         assert far(split["exported"], whole["exported"]) < CLOSE, name
-        assert far(split["moments"], whole["moments"]) < CLOSE, name
         assert far(split["exported"], split["loaded"]) > 1e-3, "nothing was learnt"
         assert any("mlp.experts.3." in n for n in split["exported"])
 
@@ -106,7 +104,7 @@ def test_four_ranks_learn_as_with_whole_experts(weights, name):
     compare(weights, 4, [name])
 
 
-# ---- checkpoints, moments, isolation --------------------------------------------------------------------------------
+# ---- checkpoints, isolation -----------------------------------------------------------------------------------------
 
 
 def states(trainer):
@@ -175,30 +173,3 @@ def test_policy_is_the_same_with_and_without_drafter():
     for rank in on_ranks(2, isolated):
         assert rank[False, True] == rank[False, False]
         assert rank[True, True] == rank[True, False]
-
-
-def continued(weights, parallel, saved):
-    """Run the drafter's step from a file of moments, which another layout may have written."""
-    trainer = build(model=EXACT, parallel=parallel, **{k: dict(v) for k, v in CLIPPED.items()})
-    trainer.load_hf(weights)
-    trainer.take_drafter_moments(saved)
-    taken = dict(trainer.export_drafter_moments())
-    trainer.train_step(data_of(trainer, 5, budget=160), objective="grpo")
-    return taken, dict(trainer.export("drafter"))
-
-
-@pytest.mark.slow
-def test_moments_continue_in_another_layout(weights):
-    saved = on_ranks(2, first_moments, weights)[0]
-    (taken, drafter), _ = on_ranks(2, continued, weights, {"expert": 2}, saved)
-    assert all(torch.equal(taken[name], tensor) for name, tensor in saved.items())
-    (taken, same), _ = on_ranks(2, continued, weights, {}, saved)
-    assert all(torch.equal(taken[name], tensor) for name, tensor in saved.items())
-    assert far(drafter, same) < CLOSE
-
-
-def first_moments(weights):
-    trainer = build(model=EXACT, parallel={"expert": 2}, **{k: dict(v) for k, v in CLIPPED.items()})
-    trainer.load_hf(weights)
-    trainer.train_step(data_of(trainer, budget=160), objective="grpo")
-    return dict(trainer.export_drafter_moments())
