@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "truncated", "aborted"]
 Scope = Literal["all", "target", "drafter"]
-Verifier = Literal["position_keyed", "target_only", "rejection"]
+Verifier = Literal["position_keyed", "target_only"]
 Drafts = Literal["coupled", "argmax"]
 # Coupled drafts are argmax(s · log q + noise). The best s is 1 for a drafter that is close to the target, and more for
 # one whose distribution is too flat. Training computes the acceptance of each of these, and engines take the best one.

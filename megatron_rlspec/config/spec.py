@@ -36,7 +36,7 @@ class SpecSection(Section):
     verifier: Verifier = Field(
         "position_keyed",
         description="position_keyed: the text depends on seed, prompt and weights only, not on the drafts; "
-        "target_only: the same rule with ordinary random numbers; rejection: rejection sampling, on GPUs only",
+        "target_only: the same rule with ordinary random numbers",
     )
     drafts: Annotated[Drafts, Needs("spec.verifier=position_keyed")] = Field(
         "coupled",
@@ -69,11 +69,6 @@ class SpecSection(Section):
             )
         if self.topk > 1 and self.mode != "fixed":
             raise ValueError(f"topk={self.topk} is for mode=fixed, but mode={self.mode}")
-        if self.verifier == "rejection" and (self.topk > 1 or self.ragged):
-            lossy = f"topk={self.topk}" if self.topk > 1 else f"ragged={str(self.ragged).lower()}"
-            raise ValueError(
-                f"{lossy} is not lossless with verifier=rejection; expected verifier=position_keyed"
-            )
         if self.mode == "fixed":
             self.config()  # raises ValueError for numbers that do not fit together
         if self.mode == "adaptive" and self.num_steps not in steps:

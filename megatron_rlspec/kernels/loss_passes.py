@@ -14,8 +14,8 @@ It also finds whether a coupled draft is the label: the word with the largest s 
 beaten if one word scores more. The noise of a word costs two float64 logarithms. By the bound of `keyed_draw.py` only a
 few words of a row need them.
 
-`gradient` is the second pass. It needs log Σ exp over all ranks, and sums up Σ min(p, q), the acceptance of rejection
-sampling. `tv` has a gradient that depends on a sum of that pass, so it takes the pass twice, first without `WRITE`.
+`gradient` is the second pass. It needs log Σ exp over all ranks, and sums up Σ min(p, q). `tv` has a gradient that
+depends on a sum of that pass, so it takes the pass twice, first without `WRITE`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Student:
     ce          -log q(label)
     forward_kl  KL(p ‖ q)
     reverse_kl  KL(q ‖ p)
-    tv          1 - Σ min(p, q), the rejection rate under rejection sampling
+    tv          1 - Σ min(p, q), the total variation distance
     a function  the user's (`custom.DrafterLoss`), without `words`
 
     Call `learn_labels`, or `learn_from` for all teacher rows, then `finish`. `policy_logprobs` calls `observe` for each
@@ -57,8 +57,8 @@ class Student:
 
     Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`, or scalars without `groups`: `tokens`,
     `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,
-    q), the acceptance under rejection sampling) and `argmax_prob` (p(argmax q), the acceptance under the other
-    verifiers). With `words` also `covered` (labels among them); `ce` then sums over these rows only.
+    q), which the acceptance of coupled drafts of sharpness 1 does not exceed) and `argmax_prob` (p(argmax q), the
+    acceptance of argmax drafts). With `words` also `covered` (labels among them); `ce` then sums over these rows only.
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
     """
 
@@ -223,7 +223,7 @@ class Student:
         if self.rows:
             return self.rows
         zeros = self._weight.new_zeros(len(self._source))
-        names = ("match", "overlap", "label_ratio", "argmax_prob", "label_logq", "best_logq")
+        names = ("match", "argmax_prob", "label_logq", "best_logq")
         rows = dict.fromkeys(names, zeros)
         if self._noise is not None:
             column = zeros[:, None]
@@ -256,9 +256,6 @@ class Student:
             self._store_rows(part, match=sums["match"], **logq)
             if self._noise is not None:
                 self._store_rows(part, coupled=rows.coupled() * covered[:, None])
-            if teacher is not None:
-                ratio = (-ce - teacher.logprob(labels)).exp()
-                self._store_rows(part, label_ratio=ratio * covered)
         learns = self._grad is not None or self._own_grad is not None
         if teacher is not None:
             wanted = scales if learns and kind != "ce" else None
@@ -267,10 +264,10 @@ class Student:
                 overlap, divergence = rows.against_own(kind, self._groups[part] + 1, wanted)
             else:
                 overlap, divergence = rows.against(kind, wanted)
-            of_teacher = {"overlap": overlap, "argmax_prob": teacher.logprob(best).exp()}
-            sums |= of_teacher
+            argmax_prob = teacher.logprob(best).exp()
+            sums |= {"overlap": overlap, "argmax_prob": argmax_prob}
             if self.rows is not None:
-                self._store_rows(part, **of_teacher)
+                self._store_rows(part, argmax_prob=argmax_prob)
             if kind != "ce":
                 loss = divergence
         if kind == "ce" and learns:

@@ -20,13 +20,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rlspec.speculation.ragged import BINS, LOWEST
-from megatron_rlspec.types import Verifier
 
 
 def of_rows(
     rows: Mapping[str, Tensor],
     depth: int,
-    verifier: Verifier,
     *,
     sampled: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -37,16 +35,8 @@ def of_rows(
 
     Rows of "coupled", `[depth * T, F]`, hold what a draft with the text's own noise does: they are both. F is the
     number of factors there (`types.SHARPNESS`), and 1 for other drafts.
-    Raises ValueError for rejection without a teacher's unfiltered distribution.
     """
-    if verifier == "rejection":
-        if not sampled or "overlap" not in rows:
-            raise ValueError(
-                "verifier=rejection: acceptance can be predicted from an unfiltered teacher only"
-            )
-        accept = rows["overlap"]
-        reach = rows["label_ratio"].clamp(max=1.0)
-    elif "coupled" in rows:
+    if "coupled" in rows:
         accept = rows["coupled"]
         reach = accept
     else:

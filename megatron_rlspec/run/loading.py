@@ -90,7 +90,7 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
 
     Raises ConfigError, DataError or CheckpointError. Writes nothing.
     """
-    check_machine(config)
+    check_machine()
     for option, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
@@ -247,20 +247,13 @@ def command_of(config: Config, supervised: bool) -> Command:
     return "replay" if config.replay.run else "train"
 
 
-def check_machine(config: Config) -> None:
-    """Raise ConfigError if this machine cannot run the configuration."""
-    rollout = config.rollout
+def check_machine() -> None:
+    """Raise ConfigError if the ranks cannot run on this machine."""
     gpus = torch.cuda.device_count()
     if gpus and not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} cannot use the {gpus} GPUs of this machine; `rlspec doctor --gpu` says why. "
             "With an empty CUDA_VISIBLE_DEVICES the CPU computes"
-        )
-    own_engines = rollout.engine == "sglang" and not rollout.urls
-    if own_engines and not gpus and config.spec.verifier == "rejection":
-        raise ConfigError(
-            "spec.verifier=rejection needs SGLang's GPU kernels, and there is no GPU here; "
-            "expected position_keyed or target_only"
         )
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if gpus and ranks > gpus:
@@ -337,11 +330,6 @@ def draft_vocabulary(
     size = config.drafter.vocabulary
     if not size:
         return None
-    if config.rollout.engine == "sglang" and config.spec.verifier == "rejection":
-        raise ConfigError(
-            f"drafter.vocabulary={size}: SGLang's rejection sampling drafts from all words; expected "
-            "spec.verifier=position_keyed or target_only"
-        )
     try:
         ends = ends_of_text(config.model.path, tokenizer)
         return DraftVocabulary(size, hf_config["vocab_size"], ends)

@@ -12,7 +12,7 @@ threshold. The threshold maximises tokens per ms: it rises with the cost of one 
   chance. So the acceptance of a depth is not that of likely drafts alone.
 
 The text stays the same under position-keyed sampling, and the distribution under `target_only`, because a draft that is
-not verified is drawn later by the target itself. Under rejection sampling a choice by q would change the distribution.
+not verified is drawn later by the target itself.
 
 Numpy and scipy only. Ranks that see the same drafts choose the same.
 """

@@ -22,13 +22,13 @@ from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.losses.drafter import Kind, Student
 from megatron_rlspec.losses.head import all_finite
-from megatron_rlspec.losses.predict import Verifier, by_logq, deepen, logq_of_rows, of_rows, walk
+from megatron_rlspec.losses.predict import by_logq, deepen, logq_of_rows, of_rows, walk
 from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.objectives import OutputLayer, Sums
 from megatron_rlspec.train.optimizer import Learner
-from megatron_rlspec.types import SHARPNESS, Sampling
+from megatron_rlspec.types import SHARPNESS, Sampling, Verifier
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class DrafterObjective:
     loss             of one row: one of `losses/drafter.py`, or the user's function
     depth_decay      depth d has weight depth_decay ** (d - 1)
     predicted_steps  step counts of rounds whose acceptance is predicted, ascending; empty: none
-    verifier         of the engines
     sampled          rollouts draw from the policy's unfiltered softmax: temperature > 0, no top-p, no top-k
     coupled          rollouts draft with the verifier's noise, at the temperature of the loss
     """
@@ -48,7 +47,6 @@ class DrafterObjective:
     loss: Kind | DrafterLoss
     depth_decay: float
     predicted_steps: tuple[int, ...] = ()
-    verifier: Verifier = "target_only"
     sampled: bool = True
     coupled: bool = False
 
@@ -227,9 +225,7 @@ class DrafterStep:
         """
         objective = self.objective
         rows = student.kept_rows()
-        accept, reach = of_rows(
-            rows, objective.depth, objective.verifier, sampled=objective.sampled
-        )
+        accept, reach = of_rows(rows, objective.depth, sampled=objective.sampled)
         logq = logq_of_rows(rows, objective.depth)
         trained = torch.stack([w != 0 for w in targets.weight], 1)
         if objective.coupled:
@@ -296,15 +292,11 @@ def objective_of(
     loss: Any = drafter.loss
     if is_function(drafter.loss):
         loss = load_function("drafter.loss", drafter.loss)
-    predicted = tuple(sorted({k for k in steps if k > 0}))
-    if verifier == "rejection" and (drafter.loss == "ce" or not sampled):
-        predicted = ()  # it follows from the teacher's distribution only
     return DrafterObjective(
         depth=drafter.depth,
         loss=loss,
         depth_decay=drafter.depth_decay,
-        predicted_steps=predicted,
-        verifier=verifier,
+        predicted_steps=tuple(sorted({k for k in steps if k > 0})),
         sampled=sampled,
         # Greedy rollouts have no noise.
         coupled=coupled and verifier == "position_keyed" and sampling.temperature > 0,

@@ -229,7 +229,6 @@ class Trainer:
             loss="ce",
             depth_decay=1.0,
             predicted_steps=tuple(steps),
-            verifier="position_keyed",
             sampled=False,
             coupled=self._objective.coupled and seeds_known,
         )

@@ -102,9 +102,6 @@ ROWS += [
     ("dense experts", ConfigError, session("parallel.expert=2"), ("config.json of", "parallel.expert=2")),
     ("run's cost table missing", CostTableError, session("spec.cost_table=no.json"), ("no.json: No such file",)),
 ]
-if not torch.cuda.is_available():
-    no_gpu = ("spec.verifier=rejection", "no GPU here")
-    ROWS.append(("rejection without a GPU", ConfigError, session("spec.verifier=rejection"), no_gpu))
 
 # ---- serve, schedules, rewards --------------------------------------------------------------------------------------
 
@@ -127,7 +124,7 @@ def port_taken(place: Place) -> None:
 
 
 SERVE = [
-    ("--device cpu --verifier rejection", "--verifier rejection", "GPU"),
+    ("--device cpu --speculative-use-rejection-sampling", "--speculative-use-rejection-sampling", "--spec off"),
     ("--device cpu --disaggregation-mode prefill", "--disaggregation-mode", "--spec off"),
     ("--device cpu --draft-vocabulary 9 --tp 2", "--draft-vocabulary 9", "a multiple of 2"),
 ]

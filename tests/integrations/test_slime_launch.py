@@ -57,6 +57,7 @@ def test_the_users_own_hooks_are_kept_and_called():
     [
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "accepts tokens the policy would not draw"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
+        ("--sglang-speculative-use-rejection-sampling", {}, "needs probabilities of a first draft"),
         ("--sglang-speculative-algorithm EAGLE3", {}, "for a drafter of its own give --drafter.kind eagle3"),
         ("--num-layers-per-virtual-pipeline-stage 1", EAGLE3, "virtual pipeline stages are not supported"),
         ("--update-weight-mode delta", EAGLE3, "in full updates only"),
@@ -96,7 +97,7 @@ def test_the_verifier_reaches_engines_and_hooks():
 
 UNKEYED = {
     "--sglang-enable-dp-attention --sglang-dp-size 8": "never run with --sglang-enable-dp-attention",
-    "--sglang-speculative-use-rejection-sampling": "drafts without the seeds",
+    "--sglang-enable-multi-layer-eagle": "drafts without the seeds",
     "--sglang-sampling-backend flashinfer": "samples without seeds; position_keyed expects pytorch",
 }
 

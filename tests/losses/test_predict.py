@@ -66,40 +66,29 @@ def accept_probabilities(
     target: torch.Tensor,
     draft_logits: torch.Tensor,
     tokens: torch.Tensor,
-    verifier: str = "position_keyed",
-    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (accept, reach), both `[N]`, for rows of one depth.
 
     target        the engine's distribution of the predicted token, `[N, V]` (`target_probabilities`)
-    draft_logits  the drafter's, `[N, V]`; under rejection the draft is drawn from their softmax at `temperature`,
-                  otherwise it is their argmax
+    draft_logits  the drafter's, `[N, V]`; the draft is their argmax
     tokens        the token that the text holds at this place, `[N]`
 
     `accept` is the probability that a draft of this depth is accepted, over all tokens that the target could sample.
     `reach` is the same given the token that the target did sample. It decides whether the round continues with the next
-    depth. Both have the same mean; `accept` varies less. Raises ValueError for an unknown verifier.
+    depth. Both have the same mean; `accept` varies less.
     """
-    if verifier in ("position_keyed", "target_only"):
-        best = draft_logits.argmax(-1)
-        return target.gather(-1, best[:, None])[:, 0], (best == tokens).to(target.dtype)
-    if verifier != "rejection":
-        raise ValueError(f"verifier={verifier!r}; known: position_keyed, target_only, rejection")
-    q = target_probabilities(draft_logits, temperature)
-    p_token, q_token = (x.gather(-1, tokens[:, None])[:, 0] for x in (target, q))
-    reach = (q_token / p_token.clamp_min(torch.finfo(p_token.dtype).tiny)).clamp(max=1.0)
-    return torch.minimum(target, q).sum(-1), reach
+    best = draft_logits.argmax(-1)
+    return target.gather(-1, best[:, None])[:, 0], (best == tokens).to(target.dtype)
 
 
 class Toy:
     """A target and a drafter given as tables; the drafter's depths differ and see the last token of the path."""
 
-    def __init__(self, seed, verifier, temperature=1.0, top_p=1.0):
+    def __init__(self, seed, top_p=1.0):
         g = torch.Generator().manual_seed(seed)
-        self.target = target_probabilities(2.5 * torch.randn(V, V, generator=g), temperature, top_p)
+        self.target = target_probabilities(2.5 * torch.randn(V, V, generator=g), top_p=top_p)
         noise = [d * torch.randn(V, V, generator=g) for d in (0.7, 1.2, 2.0)]
         self.draft = [self.target.clamp_min(1e-4).log() + n for n in noise]
-        self.verifier, self.temperature = verifier, temperature
         self.rng = np.random.default_rng(seed)
 
     def text(self, length):
@@ -112,24 +101,15 @@ class Toy:
     def play(self, rounds, steps):
         """Real speculative rounds, drawn token by token; the histogram of accepted drafts."""
         p = self.target.double().numpy()
-        q = [target_probabilities(x, self.temperature).double().numpy() for x in self.draft]
         last, histogram = 0, [0] * (steps + 1)
         for _ in range(rounds):
             accepted = 0
             for d in range(steps):
-                row, proposal = p[last] / p[last].sum(), q[d][last] / q[d][last].sum()
-                if self.verifier == "rejection":
-                    x = self.rng.choice(V, p=proposal)
-                    if self.rng.random() >= row[x] / proposal[x]:
-                        residual = np.maximum(row - proposal, 0)
-                        last = self.rng.choice(V, p=residual / residual.sum())
-                        break
-                else:
-                    x = self.rng.choice(V, p=row)
-                    if x != int(self.draft[d][last].argmax()):
-                        last = x
-                        break
-                last, accepted = x, accepted + 1
+                draft = int(self.draft[d][last].argmax())
+                last = self.rng.choice(V, p=p[last] / p[last].sum())
+                if last != draft:
+                    break
+                accepted += 1
             else:
                 last = self.rng.choice(V, p=p[last] / p[last].sum())
             histogram[accepted] += 1
@@ -145,16 +125,15 @@ class Toy:
                 rows = torch.arange(max(length - 1 - d, 0))
                 known, token = x[rows + d], x[rows + d + 1]
                 accept[rows, d - 1], reach[rows, d - 1] = accept_probabilities(
-                    self.target[known], self.draft[d - 1][known], token, self.verifier, self.temperature
+                    self.target[known], self.draft[d - 1][known], token
                 )
             parts.append((accept, reach, mask))
         return walk(*(torch.cat(column) for column in zip(*parts, strict=True)), steps)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-@pytest.mark.parametrize("verifier", ["target_only", "rejection"])
-def test_the_prediction_equals_rounds_that_are_played(verifier, top_p):
-    toy = Toy(1, verifier, top_p=top_p)
+def test_the_prediction_equals_rounds_that_are_played(top_p):
+    toy = Toy(1, top_p)
     prediction = toy.predict([4000, 700, 2500], [1, 2, 3])
     for steps in (1, 2, 3):
         played = np.array(toy.play(7000, steps))
@@ -242,8 +221,7 @@ def test_nothing_to_predict_from_is_zero_not_nan():
     assert walk(torch.rand(0, 2), torch.rand(0, 2), torch.zeros(0, 2), [2]).tokens_per_round(2) == 1.0
 
 
-@pytest.mark.parametrize("verifier", ["position_keyed", "rejection"])
-def test_rows_kept_by_the_training_step_are_the_direct_ones(verifier):
+def test_rows_kept_by_the_training_step_are_the_direct_ones():
     """What the loss saw in chunks, in its own order, against `accept_probabilities` on whole logits."""
     g = torch.Generator().manual_seed(3)
     positions, hidden_size = 40, 8
@@ -258,9 +236,9 @@ def test_rows_kept_by_the_training_step_are_the_direct_ones(verifier):
     )
     student.learn_from(teacher)
     student.finish()
-    accept, reach = of_rows(student.rows, DEPTH, verifier, sampled=True)
+    accept, reach = of_rows(student.rows, DEPTH, sampled=True)
     target = target_probabilities(teacher[index] @ head.T, 0.7)
-    expected = accept_probabilities(target, hidden @ head.T, labels, verifier, temperature=0.7)
+    expected = accept_probabilities(target, hidden @ head.T, labels)
     for got, want in zip((accept, reach), expected, strict=True):
         want = torch.where(weight != 0, want, 0.0).view(DEPTH, positions).T
         torch.testing.assert_close(got[..., 0], want, atol=1e-5, rtol=1e-4)

@@ -16,10 +16,6 @@ class Feeding(DrafterGap):
         super().__init__(worker=None, **options)
         self.fed = {}
         self.passes = []
-        self.samples_drafts = False
-
-    def _samples_drafts(self):
-        return self.samples_drafts
 
     def _extend(self, batch, read):
         self.passes.append(len(read.tokens))
@@ -129,24 +125,3 @@ def test_rows_of_ended_requests_leave_host_memory_and_the_others_stay_whole(ever
     assert sum(len(own.hidden) for _, own in rows) == 3 + 1 + 1 + 1 + 1 + 1 + 3
     gap.close(requests.batch(), 1)
     assert gap.take() == requests.missed("d")
-
-
-def test_a_drafter_that_is_behind_proposes_its_first_draft_with_probability_1():
-    """Rejection sampling needs the distribution that a draft was drawn from. While off, only an older one is kept."""
-    gap = Feeding()
-    gap.samples_drafts = True
-    requests = Requests(gap, *"abc")
-    requests.round()
-    requests.prefill("d")
-    batch = requests.batch()
-    spec, batch.model_config = batch.spec_info, SimpleNamespace(vocab_size=5)
-    spec.topk_index = torch.tensor([[0], [0], [0], [2]])
-    drawn = torch.rand(4, 5)
-    certain = torch.eye(5)[spec.topk_index[:, 0]]
-    for kept, expected in [(drawn, torch.cat([certain[:3], drawn[3:]])), (None, certain)]:
-        spec.draft_probs = kept
-        assert gap.close(batch, 1) == [3] and gap.take() == {}  # just prefilled: nothing to read
-        assert torch.equal(spec.draft_probs, expected)
-    spec.draft_probs = drawn
-    assert gap.close(batch, 4) is None and set(gap.take()) == set("abc")
-    assert torch.equal(spec.draft_probs[3], drawn[3])  # `_extend` puts in those of the others

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.rollout.sglang.http import checks, serve
 from megatron_rlspec.rollout.sglang.scheduler import control, versions
 from megatron_rlspec.run.inputs import check_inputs
 from megatron_rlspec.tasks.order import DataError
@@ -83,19 +82,6 @@ def test_a_run_with_such_a_target_is_refused_before_anything_starts(tmp_path):
     # The embedded engine takes it, and the next check is of the prompts.
     with pytest.raises(DataError, match="a directory; expected files"):
         check_inputs(load(None, options | {"rollout.engine": "embedded"}), "train")
-
-
-def test_rejection_sampling_needs_all_words(tmp_path, monkeypatch):
-    """As on a GPU: on a CPU the verifier itself is refused before."""
-    model = tiny_eagle3.write(
-        tmp_path / "model", config := tiny_eagle3.target_config(), tiny_eagle3.target_weights(config)
-    )
-    path = tiny_eagle3.write(tmp_path / "drafter", DRAFTER, OWN)
-    options, _ = serve.parser().parse_known_args(
-        ["--model", str(model), "--draft-model", str(path), "--verifier", "rejection"]
-    )
-    with pytest.raises(ConfigError, match="drafts from 120 of 160 words, and SGLang's rejection sampling needs all"):
-        checks._check_model(options)
 
 
 def test_targets_without_hidden_states_for_a_drafter_are_refused():

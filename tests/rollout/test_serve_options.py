@@ -14,7 +14,7 @@ import tiny_mimo
 import torch
 from roofline_tables import HARDWARE, of_hardware, roofline_table
 
-from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.rollout.sglang.http import checks, serve
 from megatron_rlspec.run import loading
 from megatron_rlspec.speculation.cost_table import Provenance
@@ -161,4 +161,4 @@ def test_gpus_that_torch_cannot_use_are_told(monkeypatch: pytest.MonkeyPatch) ->
         serve._device("auto")
     assert serve._device("cpu") == "cpu"
     with pytest.raises(ConfigError, match="cannot use the 8 GPUs of this machine; `rlspec doctor --gpu` says why"):
-        loading.check_machine(load())
+        loading.check_machine()

@@ -23,7 +23,7 @@ class Choice:
 
 
 class Enumeration:
-    """Replaces `verify.draw` and `verify.coin` by exhaustive branching.
+    """Replaces `verify.draw` by exhaustive branching.
 
     `paths(run)` repeats `run()` until every outcome of positive probability has been taken and yields (probability,
     result). Noise is taken as independent from draw to draw, which is right as long as no key decides two tokens of
@@ -34,7 +34,6 @@ class Enumeration:
         self.choices: list[Choice] = []
         self.at = self.rows = 0
         monkeypatch.setattr(verify, "draw", self.draw)
-        monkeypatch.setattr(verify, "coin", self.coin)
         if lazy:
             self.real_walk = verify.walk
             monkeypatch.setattr(verify, "walk", self.walk)
@@ -52,10 +51,6 @@ class Enumeration:
         probs = torch.softmax(logprobs.double(), -1).tolist()
         self.rows = len(probs)
         return torch.tensor([self.choose(list(enumerate(row))) for row in probs])
-
-    def coin(self, probability, seeds, keys):
-        heads = probability.double().clamp(0, 1).tolist()
-        return torch.tensor([self.choose([(1, p), (0, 1 - p)]) for p in heads], dtype=torch.bool)
 
     def walk(self, tokens, parents, valid, targets):
         path, accepted = self.real_walk(tokens, parents, valid, targets)

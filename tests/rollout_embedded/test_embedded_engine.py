@@ -408,13 +408,9 @@ def test_callers_share_rounds(model):
 
 def test_what_the_engine_refuses(model):
     config, tensors = model
-    engine = oracle.engine_of(config, tensors, verifier="rejection")
-    with pytest.raises(EngineError, match="is a tree; verifier=rejection takes chains only"):
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(2, 2)))
+    engine = oracle.engine_of(config, tensors)
     with pytest.raises(ValueError, match="verifier='positions'; known: "):
         oracle.engine_of(config, tensors, verifier="positions")
-    with pytest.raises(EngineError, match="a ragged rule is not lossless with verifier=rejection"):
-        engine.set_spec_rule({"roofline": Roofline.of_layers(2).to_json(), "ragged": True})
     with pytest.raises(EngineError, match="max_draft_tokens >= 101"):
         engine.set_schedule(SpecSchedule.fixed(SpecConfig(100)))
     plain = {k: v for k, v in tensors.items() if "mtp" not in k}
@@ -438,7 +434,7 @@ def test_what_the_engine_refuses(model):
     ("verifier", "spec"),
     [
         ("position_keyed", SpecConfig(2, 3, 5)),
-        ("rejection", SpecConfig(3)),
+        ("target_only", SpecConfig(3)),
     ],
     ids=str,
 )
@@ -456,7 +452,7 @@ def test_a_prompt_of_one_token_leaves_the_drafts_of_others_as_they_are(model, sp
     counted = sum(sum(s.accepted) for s in (*together, single))
     assert sum(map(sum, (s.accepted for s in stats))) == counted + len(together) + 1  # the first round of each
     assert texts([single]) == texts(oracle.engine_of(*model, OFF, verifier=verifier).generate(lone, FREE)) or (
-        verifier == "rejection"
+        verifier == "target_only"
     )
 
 

@@ -61,13 +61,9 @@ def check(model, blocks, sampling, depth, prompt=PROMPT):
     assert worst < 1e-12
 
 
-# Filters act on the logits, before any verifier; rejection also reads the whole distribution that they leave.
-CHAINS = [("rejection", name) for name in (*SAMPLINGS, "greedy")]
-CHAINS += [
-    (verifier, name)
-    for verifier in ("position_keyed", "target_only")
-    for name in ("plain", "top_p_and_top_k", "greedy")
-]
+# Filters act on the logits, before any verifier.
+CHAINS = [("position_keyed", name) for name in (*SAMPLINGS, "greedy")]
+CHAINS += [("target_only", name) for name in ("plain", "top_p_and_top_k", "greedy")]
 TREES = [("position_keyed", "plain"), ("position_keyed", "top_p_and_top_k"), ("target_only", "plain")]
 
 
@@ -81,7 +77,7 @@ def test_chains_to_depth_three(model, monkeypatch, verifier, name):
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, TOP_K], ids=["plain", "top_k"])
-@pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
+@pytest.mark.parametrize("verifier", ["position_keyed", "target_only"])
 def test_chains_of_a_part_of_the_vocabulary(model, monkeypatch, verifier, sampling):
     """Drafts are words 0 and 2; the target may still draw word 1 anywhere."""
     engine = oracle.engine_of(*model, SpecConfig(2), verifier=verifier, drafts="argmax")  # drafts of all lengths pass
@@ -106,7 +102,7 @@ def test_trees_to_depth_three(model, monkeypatch, verifier, name):
     check(model, blocks, sampling, 4)
 
 
-@pytest.mark.parametrize("verifier", ["position_keyed", "target_only", "rejection"])
+@pytest.mark.parametrize("verifier", ["position_keyed", "target_only"])
 def test_a_top_k_that_keeps_one_token_more_is_seen(model, monkeypatch, verifier):
     real = verify.filtered
     monkeypatch.setattr(verify, "filtered", lambda logp, s: real(logp, s._replace(top_k=s.top_k + (s.top_k > 0))))
@@ -133,7 +129,7 @@ def test_chains_cut_by_the_drafters_probabilities(model, monkeypatch):
 @pytest.mark.parametrize(
     ("verifier", "spec"),
     [("position_keyed", OFF), ("position_keyed", SpecConfig(2)), ("target_only", SpecConfig(2, 2, 4)),
-     ("rejection", SpecConfig(1)), ("rejection", SpecConfig(0))],
+     ("target_only", SpecConfig(1)), ("target_only", SpecConfig(0))],
 )  # fmt: skip
 def test_whole_samples_over_several_rounds(monkeypatch, verifier, spec):
     model = oracle.tiny(vocab=2, hidden=8, layers=1, heads=2, kv_heads=1, seed=2, sharpness=0.6)

@@ -18,10 +18,14 @@ from megatron_rlspec.integrations.slime.flags import (
 from megatron_rlspec.models.config import CheckpointError
 from megatron_rlspec.models.directory import read_config
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
-from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK
+from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, REJECTION
 
 ALGORITHM = "--sglang-speculative-algorithm"
-MIXED = "--sglang-enable-mixed-chunk"
+MULTI_LAYER = "--sglang-enable-multi-layer-eagle"
+UNSUPPORTED = {
+    "--sglang-enable-mixed-chunk": MIXED_CHUNK,
+    "--sglang-speculative-use-rejection-sampling": REJECTION,
+}
 REMOVE = "remove the flag, or run slime without rlspec"
 HIDDEN_MTP = (
     "holds no MTP layer itself, so slime would train it with the policy; run slime without rlspec"
@@ -50,8 +54,9 @@ def refuse(given: Flags, drafter: DrafterConfig) -> None:
         raise ConfigError(
             "--fp16: the drafter is trained in bfloat16 or float32; expected --bf16, or run slime without rlspec"
         )
-    if MIXED in given:
-        raise ConfigError(f"{MIXED}: {MIXED_CHUNK}; {REMOVE}")
+    for flag, why in UNSUPPORTED.items():
+        if flag in given:
+            raise ConfigError(f"{flag}: {why}; {REMOVE}")
     for flag in LOSSY:
         if given.get(flag) not in (None, "1", "1.0"):
             raise ConfigError(
@@ -148,12 +153,8 @@ def why_not_keyed(given: Flags) -> str:
     flag = attention_ranks(given)
     if flag:
         return f"position_keyed was never run with {flag}"
-    for flag in (
-        "--sglang-speculative-use-rejection-sampling",
-        "--sglang-enable-multi-layer-eagle",
-    ):
-        if flag in given:
-            return f"{flag} drafts without the seeds of position_keyed"
+    if MULTI_LAYER in given:
+        return f"{MULTI_LAYER} drafts without the seeds of position_keyed"
     topk = given.get("--sglang-speculative-eagle-topk", "1")
     if topk != "1":
         return f"--sglang-speculative-eagle-topk {topk}: position_keyed drafts chains only"

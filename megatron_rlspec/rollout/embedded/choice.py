@@ -9,7 +9,7 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder
 from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule, Verifier
+from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
 PLAIN = SpecSchedule.fixed(OFF)
 
@@ -24,12 +24,10 @@ class ConfigChoice:
     def __init__(
         self,
         model: Decoder,
-        verifier: Verifier,
         candidates: Sequence[SpecConfig],
         max_draft_tokens: int,
     ) -> None:
         self.model = model
-        self.verifier = verifier
         self.candidates = tuple(candidates)
         self.max_draft_tokens = max_draft_tokens
         self.held = ""  # why speculation is held off
@@ -56,10 +54,6 @@ class ConfigChoice:
         given.pop("sharpness", None)  # of the drafts, and not a part of the choice
         rule = SpecRule.from_json(given)
         self.check(rule.candidates)
-        if rule.selection is not None and self.verifier == "rejection":
-            raise EngineError(
-                "embedded engine: a ragged rule is not lossless with verifier=rejection"
-            )
         if self.rule is not None:
             rule.inherit(self.rule)
         self.chosen = self.rule = rule
@@ -92,10 +86,6 @@ class ConfigChoice:
             if not config.off and not self.model.arch.draft_layers:
                 raise EngineError(
                     f"embedded engine: {config} needs a drafter, and the model has none"
-                )
-            if config.topk > 1 and self.verifier == "rejection":
-                raise EngineError(
-                    f"embedded engine: {config} is a tree; verifier=rejection takes chains only"
                 )
             if nodes > self.max_draft_tokens:
                 raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")

@@ -44,25 +44,14 @@ class Tree(NamedTuple):
     depth: np.ndarray  # [B, T]
     valid: np.ndarray  # [B, T]
 
-
-class Drafted(NamedTuple):
-    """The drafts of a round. q: under rejection, the drafter's probabilities [B, num_steps, V], else None."""
-
-    tree: Tree
-    q: Tensor | None = None
-
-    def joined(self, other: Drafted) -> Drafted:
-        """Return the drafts of two batches as one batch, padded to the larger number of nodes."""
-        trees = self.tree, other.tree
-        width = max(tree.tokens.shape[1] for tree in trees)
+    def joined(self, other: Tree) -> Tree:
+        """Return the trees of two batches as one batch, padded to the larger number of nodes."""
+        width = max(self.tokens.shape[1], other.tokens.shape[1])
         fields = []
-        for both in zip(*trees, strict=True):
+        for both in zip(self, other, strict=True):
             padded = [_padded(values, width) for values in both]
             fields.append(np.concatenate(padded))
-        q = None
-        if self.q is not None and other.q is not None:
-            q = torch.cat([self.q, other.q])
-        return Drafted(Tree(*fields), q)
+        return Tree(*fields)
 
 
 def _padded(values: np.ndarray, width: int) -> np.ndarray:

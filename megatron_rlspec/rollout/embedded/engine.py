@@ -24,7 +24,7 @@ from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import PLAIN, ConfigChoice
-from megatron_rlspec.rollout.embedded.draft import Drafted
+from megatron_rlspec.rollout.embedded.draft import Tree
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
@@ -118,7 +118,7 @@ class EmbeddedEngine:
         )
         all_ends = {*self.arch.eos, *ends}
         self.scheduler = Scheduler(self.cache, self.rounds, max_length, all_ends, tokenizer)
-        self.choice = ConfigChoice(self.model, verifier, candidates, max_draft_tokens)
+        self.choice = ConfigChoice(self.model, candidates, max_draft_tokens)
         self.max_running_requests = max_running_requests
         self._log = RoundLog()
         self._lock = threading.RLock()
@@ -340,7 +340,7 @@ class EmbeddedEngine:
         config: SpecConfig,
         context: int,
         began: float,
-        ahead: Drafted | None = None,
+        ahead: Tree | None = None,
         timed: bool = True,
     ) -> None:
         """Draft, verify and commit for these samples, and learn from the round.

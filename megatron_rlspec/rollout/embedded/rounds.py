@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
-from megatron_rlspec.rollout.embedded.draft import Drafted
+from megatron_rlspec.rollout.embedded.draft import Tree
 from megatron_rlspec.rollout.embedded.verify import Committed, Settings
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
@@ -30,8 +30,7 @@ class RoundRunner:
 
     Raises ValueError for an unknown verifier.
 
-    selection  the rule, if it chooses how many drafts of each row the target verifies; None: it verifies all. It must
-               be None under rejection, which it would make lossy, because it chooses by the drafts' probabilities
+    selection  the rule, if it chooses how many drafts of each row the target verifies; None: it verifies all
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class RoundRunner:
             np.zeros(rows, np.int64),
             np.zeros(rows),
         )
-        self.seeds = np.zeros((rows, 5), np.int64)  # the result of `verify.streams`
-        # noise keys that target_only and rejection have used so far
+        self.seeds = np.zeros(rows, np.int64)  # of the noise
+        # noise keys that target_only has used so far
         self.draws = np.zeros(rows, np.int64)
         # committed tokens at the start of the row's last round
         self.before = np.zeros(rows, np.int64)
@@ -71,7 +70,7 @@ class RoundRunner:
         """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
         for name, values in zip(Settings._fields, self.settings, strict=True):
             values[row] = getattr(sampling, name)
-        self.seeds[row] = verify.streams(seed)
+        self.seeds[row] = verify.seed_of(seed, self.verifier)
         self.draws[row] = draws
         self.before[row] = self.cache.length[row] - 1
 
@@ -151,14 +150,12 @@ class RoundRunner:
         """Return [B], the number of columns that must have slots for a round of `config`."""
         return self.cache.length[rows] - 1 + scratch(config)
 
-    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Drafted:
+    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Tree:
         """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
         read = self._read(rows, self.columns(rows, config))
         return self._draft(rows, read, config, None)
 
-    def round(
-        self, rows: np.ndarray, config: SpecConfig, ahead: Drafted | None = None
-    ) -> Committed:
+    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Tree | None = None) -> Committed:
         """Draft, verify and commit at least one token for every row.
 
         ahead  drafts that the last ones of `rows` have already
@@ -167,17 +164,16 @@ class RoundRunner:
         cache = self.cache
         self.before[rows] = cache.length[rows]
         read = self._read(rows, self.columns(rows, config))
-        drafted = ahead
+        tree = ahead
         fresh = len(rows)
         if ahead is not None:
-            fresh -= len(ahead.tree.tokens)
+            fresh -= len(ahead.tokens)
         if fresh:
-            drafted = self._draft(rows[:fresh], read[:fresh], config, self.selection)
+            tree = self._draft(rows[:fresh], read[:fresh], config, self.selection)
             if ahead is not None:
-                drafted = drafted.joined(ahead)
-        assert drafted is not None, "a round has rows"
-        tree = drafted.tree
-        targets, logprobs = self._verify(rows, read, drafted, chain=config.topk <= 1)
+                tree = tree.joined(ahead)
+        assert tree is not None, "a round has rows"
+        targets, logprobs = self._verify(rows, read, tree, chain=config.topk <= 1)
         path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
         tokens = np.take_along_axis(targets, path, 1)
         logprobs = np.take_along_axis(logprobs, path, 1)
@@ -193,23 +189,22 @@ class RoundRunner:
         read: Tensor,
         config: SpecConfig,
         selection: SpecRule | None,
-    ) -> Drafted:
+    ) -> Tree:
         """Run the drafter on what it has not read, and draft."""
         last = self.cache.length[rows] - 1
         pending = self.cache.tokens[rows, last]
         if config.off:
-            return Drafted(draft.roots(pending))
+            return draft.roots(pending)
         hidden = self._extend(rows, read)
         if config.num_steps == 0:
-            return Drafted(draft.roots(pending))
-        q: list[Tensor] = []
+            return draft.roots(pending)
         candidates = draft.grow(
             hidden,
             self.model.draft_logits(hidden),
             config.num_steps,
             config.topk,
             self._expand(rows, read, chain=config.topk == 1),
-            self._pick(rows, config.topk, q),
+            self._pick(rows, config.topk),
         )
         scores = candidates.scores.float().cpu().numpy()
         if config.topk > 1:
@@ -220,8 +215,7 @@ class RoundRunner:
             keep = candidates.depth <= lengths[:, None]
         else:
             keep = np.ones(scores.shape, bool)
-        tree = draft.cut(pending, candidates, keep)
-        return Drafted(tree, torch.stack(q, 1) if q else None)
+        return draft.cut(pending, candidates, keep)
 
     def _expand(self, rows: np.ndarray, read: Tensor, chain: bool) -> draft.Expand:
         """Return the function that runs the drafter on a level of candidates."""
@@ -247,17 +241,12 @@ class RoundRunner:
 
         return expand
 
-    def _pick(self, rows: np.ndarray, topk: int, q: list[Tensor]) -> draft.Pick:
-        """Return the function that picks a candidate's children.
-
-        q  gets the probabilities [B, V] of each level, if drafts are sampled from them
-        """
+    def _pick(self, rows: np.ndarray, topk: int) -> draft.Pick:
+        """Return the function that picks a candidate's children."""
         words = self.model.draft_ids
         pick: draft.Pick
-        if self.verifier == "rejection":
-            pick = self._sampled(rows, q)
-        elif self.coupled:
-            seeds = self._to(self.seeds[rows, 0])
+        if self.coupled:
+            seeds = self._to(self.seeds[rows])
             keys = self._to(self.cache.length[rows]) - 1
             settings = self._settings(rows)
             coupling = draft.Coupling(seeds, keys, settings, words, self.sharpness)
@@ -265,25 +254,6 @@ class RoundRunner:
         else:
             pick = draft.likeliest(topk)
         return pick if words is None else draft.among(words, pick)
-
-    def _sampled(self, rows: np.ndarray, q: list[Tensor]) -> draft.Pick:
-        words = self.model.draft_ids
-        settings = self._settings(rows)
-        seeds = self._to(self.seeds[rows, verify.DRAFT])
-        first = self._to(self.draws[rows])
-
-        def pick(logits: Tensor, level: int) -> tuple[Tensor, Tensor]:
-            logp = verify.logprobs(logits[:, 0], settings.temperature)
-            support = verify.support(logp, settings)
-            whole = support
-            if words is not None:
-                whole = spread(support, words, self.model.arch.vocab)
-            q.append(whole)
-            keys = first + level - 1
-            token = verify.draw(support.log(), seeds, keys)[:, None]
-            return logp.gather(1, token)[:, None], token[:, None]
-
-        return pick
 
     def _extend(self, rows: np.ndarray, read: Tensor) -> Tensor:
         """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
@@ -327,43 +297,27 @@ class RoundRunner:
         self,
         rows: np.ndarray,
         read: Tensor,
-        drafted: Drafted,
+        tree: Tree,
         chain: bool,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Run the target on the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
-        tree, q = drafted
         batch, nodes = tree.tokens.shape
         logits = self._target_logits(rows, read, tree, chain)
         samples = rows[np.nonzero(tree.valid)[0]]  # the row of each flat node
         settings = self._settings(samples)
         logp = verify.logprobs(logits, settings.temperature)
-        counter = self.draws[rows][:, None] + np.arange(nodes)
-        if q is not None:
-            p = verify.support(logp, settings).view(batch, nodes, -1)
-            coin_seeds = self._to(self.seeds[rows, verify.COIN])
-            residual_seeds = self._to(self.seeds[rows, verify.RESIDUAL])
-            drafts = self._to(tree.tokens[:, 1:])
-            keys = self._to(counter)
-            committed = verify.reject(drafts, q, p, coin_seeds, residual_seeds, keys)
-            chosen = committed.view(-1)
-        else:
-            # the noise is of positions, or new in every round
-            keyed = self.verifier == "position_keyed"
-            stream = verify.TARGET
-            numbers = counter
-            if keyed:
-                stream = 0
-                pending = self.cache.length[rows] - 1
-                numbers = pending[:, None] + tree.depth
-            seeds = self._to(self.seeds[samples, stream])
-            keys = self._to(numbers[tree.valid])
-            chosen = verify.sample(logp, settings, seeds, keys)
+        # the noise is of positions, or new in every round
+        keys = self.draws[rows][:, None] + np.arange(nodes)
+        if self.verifier == "position_keyed":
+            pending = self.cache.length[rows] - 1
+            keys = pending[:, None] + tree.depth
         self.draws[rows] += nodes
+        seeds = self._to(self.seeds[samples])
+        chosen = verify.sample(logp, settings, seeds, self._to(keys[tree.valid]))
         targets = np.full((batch, nodes), -1, np.int64)
         logprobs = np.zeros((batch, nodes), np.float32)
         targets[tree.valid] = chosen.cpu().numpy()
-        index = chosen.clamp(min=0)[:, None]
-        chosen_logp = logp.gather(1, index)[:, 0]
+        chosen_logp = logp.gather(1, chosen[:, None])[:, 0]
         logprobs[tree.valid] = chosen_logp.float().cpu().numpy()
         return targets, logprobs
 
@@ -395,12 +349,6 @@ class RoundRunner:
 
     def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
-
-
-def spread(q: Tensor, words: Tensor, vocab: int) -> Tensor:
-    """Return probabilities `q [N, S]` of `words [S]` as `[N, vocab]`; columns of no word (-1) hold probability 0."""
-    whole = q.new_zeros(len(q), vocab)
-    return whole.index_add_(1, words.clamp(min=0), q)
 
 
 def scratch(config: SpecConfig) -> int:

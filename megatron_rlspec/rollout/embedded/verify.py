@@ -1,11 +1,9 @@
-"""Choose the tokens that a verify pass commits. Three verifiers, as pure functions of logits, drafts and keyed noise.
+"""Choose the tokens that a verify pass commits. Two verifiers, as pure functions of logits, drafts and keyed noise.
 
 * position_keyed: the target's token at a position is argmax(log p + Gumbel noise). The noise is a hash of (seed,
   position, token). A draft is accepted if it equals the target's token and its parent was accepted. The text depends
   only on seed, prompt and weights.
 * target_only: the same, with new noise in every round. It is lossless in distribution only.
-* rejection: accept a draft x ~ q with probability min(1, p/q), else sample from the normalised (p - q)+ (Leviathan
-  et al. 2023; Chen et al. 2023). It verifies chains only.
 
 `noise.py` has the noise. It is that of SGLang's seeded sampler, so the same seed gives the same text on both
 engines, up to floating-point ties.
@@ -17,19 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rlspec import token_filter
-from megatron_rlspec.noise import draw, uniform
+from megatron_rlspec.noise import draw
+from megatron_rlspec.types import Verifier
 
-# Columns of `streams`: independent streams of one request's seed. Column 0 is the seed itself.
-DRAFT = 1
-COIN = 2
-RESIDUAL = 3
-TARGET = 4
-
-_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+_AWAY = 4 * 0x9E3779B97F4A7C15  # from a seed to the fourth seed after it in splitmix64
 
 
 class Settings(NamedTuple):
@@ -50,21 +43,15 @@ class Committed(NamedTuple):
     verified: np.ndarray  # [B] drafts
 
 
-def streams(seed: int) -> np.ndarray:
-    """Return int64 [5]: the seed, then seeds of four independent streams, made by the finaliser of splitmix64."""
-    steps = np.arange(5, dtype=np.uint64) * np.uint64(_GOLDEN)
-    x = np.uint64(seed % (1 << 64)) + steps
-    y = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    y ^= y >> np.uint64(31)
-    y[0] = x[0]
-    return y.view(np.int64)
-
-
-def coin(probability: Tensor, seeds: Tensor, keys: Tensor) -> Tensor:
-    """Sample bool [N], true with `probability [N]`."""
-    drawn = uniform(seeds, keys, 1)[:, 0]
-    return (drawn < probability) | (probability >= 1)
+def seed_of(seed: int, verifier: Verifier) -> np.int64:
+    """Return the seed of a request's noise: its own, or one of splitmix64 under target_only, which keys by draws."""
+    x = seed & _WORD
+    if verifier == "target_only":
+        x = (x + _AWAY) & _WORD
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+        x ^= x >> 31
+    return np.uint64(x).astype(np.int64)
 
 
 def logprobs(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -88,15 +75,6 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
     top_k = torch.where(top_k > 0, top_k, logp.shape[1])
     kept = token_filter.filtered(probs, top_k, top_p.to(probs), min_p.to(probs))
     return logp.masked_fill(kept == 0, float("-inf"))
-
-
-def support(logp: Tensor, settings: Settings) -> Tensor:
-    """Return probabilities [N, V] after the filters, normalised; one-hot where T = 0."""
-    probs = filtered(logp, settings).softmax(-1)
-    likeliest = logp.argmax(-1, keepdim=True)
-    one_hot = torch.zeros_like(probs).scatter_(1, likeliest, 1.0)
-    greedy = settings.temperature == 0
-    return torch.where(greedy[:, None], one_hot, probs)
 
 
 def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Tensor:
@@ -132,40 +110,3 @@ def walk(
         node = np.where(matched, match.argmax(1), node)
         accepted += matched
         path.append(node)
-
-
-def reject(
-    drafts: Tensor,
-    q: Tensor,
-    p: Tensor,
-    coin_seeds: Tensor,
-    residual_seeds: Tensor,
-    keys: Tensor,
-) -> Tensor:
-    """Verify chains by rejection. Returns tokens [B, k + 1] to commit: accepted drafts, one sampled token, then -1.
-
-    drafts `[B, k]`    sampled from `q [B, k, V]`
-    p `[B, k + 1, V]`  the target's probabilities after filtering
-    seeds `[B]`        streams COIN and RESIDUAL
-    keys `[B, k + 1]`  new in every round
-    """
-    b, k = drafts.shape
-    rows = torch.arange(b, device=drafts.device)
-    index = drafts[:, :, None]
-    ratio = p[:, :k].gather(2, index) / q.gather(2, index)
-    seeds = coin_seeds.repeat_interleave(k)
-    of_drafts = keys[:, :k].reshape(-1)
-    ok = coin(ratio.reshape(-1), seeds, of_drafts).view(b, k)
-    residual = p.clone()
-    residual[:, :k] -= q
-    residual.clamp_(min=0)
-    # Where p = q up to rounding, the residual has nothing to sample from.
-    ok |= residual[:, :k].sum(2) == 0
-    accepted = ok.long().cumprod(1).sum(1)
-    # of each row, the first draft that is not accepted, or the token after all
-    first = (rows, accepted)
-    commit = F.pad(drafts, (0, 1), value=-1)
-    behind = torch.arange(k + 1, device=drafts.device) > accepted[:, None]
-    commit[behind] = -1
-    commit[first] = draw(residual[first].log(), residual_seeds, keys[first])
-    return commit

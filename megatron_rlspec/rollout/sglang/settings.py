@@ -21,6 +21,9 @@ ATTENTION_RANKS = (
 )
 APART = "engines that prefill and decode apart were never run with a drafter that is trained or switched off"
 MIXED_CHUNK = "batches that mix prefill and decode are not supported with speculation"
+REJECTION = (
+    "rejection sampling needs probabilities of a first draft, and rounds without drafts leave none"
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ def refused(server_args: Any) -> str:
         return MIXED_CHUNK
     if server_args.disaggregation_mode != "null":
         return APART
+    if server_args.speculative_use_rejection_sampling:
+        return REJECTION
     attention_ranks = getattr(server_args, "attn_dp_size", 1)  # of SGLang 0.5.23
     if server_args.enable_dp_attention or max(server_args.dp_size, attention_ranks) > 1:
         return ATTENTION_RANKS

@@ -51,6 +51,7 @@ from megatron_rlspec.rollout.sglang.settings import (
     ATTENTION_RANKS,
     KEY,
     MIXED_CHUNK,
+    REJECTION,
     Settings,
     known_key,
 )
@@ -83,6 +84,7 @@ _CPU_ARGUMENTS = [
 _REFUSED = {
     "--enable-mixed-chunk": MIXED_CHUNK,
     "--disaggregation-mode": APART,
+    "--speculative-use-rejection-sampling": REJECTION,
     "--enable-dp-attention": ATTENTION_RANKS,
     "--attn-dp-size": ATTENTION_RANKS,
     "--dp-size": ATTENTION_RANKS,
@@ -144,7 +146,7 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--verifier",
-        choices=("position_keyed", "target_only", "rejection"),
+        choices=("position_keyed", "target_only"),
         default=spec.verifier,
         help="position_keyed: text depends on seed, prompt and weights, not on what was drafted",
     )
@@ -217,10 +219,6 @@ def main(argv: list[str] | None = None) -> None:
     check(options)
     printed = options.print or options.project
     device = _device_of_printed(options, rest) if printed else _device(options.device)
-    if device == "cpu" and options.verifier == "rejection":
-        raise ConfigError(
-            "--verifier rejection needs SGLang's GPU kernels; on a CPU use position_keyed or target_only"
-        )
     installed_sglang()
     for flag, why in _REFUSED.items():
         if options.spec != "off" and any(text.startswith(flag) for text in rest):
@@ -377,8 +375,6 @@ def _drafter_arguments(options: argparse.Namespace, start: int) -> list[str]:
     ]
     if options.draft_model:
         arguments.append(f"--speculative-draft-model-path={options.draft_model}")
-    if options.verifier == "rejection":
-        arguments.append("--speculative-use-rejection-sampling")
     return arguments
 
 
@@ -450,16 +446,12 @@ def tensor_parallel(rest: Sequence[str]) -> str:
 
 def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
     """Write SGLang's first token map: the ends of a text, and the lowest ids. Raises ConfigError."""
-    given = f"--draft-vocabulary {options.draft_vocabulary}"
-    if options.verifier == "rejection":
-        raise ConfigError(
-            f"{given}: SGLang's rejection sampling drafts from all words; expected another --verifier"
-        )
     size = tensor_parallel(rest)
     # SGLang refuses a size that is no number
     if size.isdigit() and options.draft_vocabulary % max(1, int(size)):
         raise ConfigError(
-            f"{given}: --tp {size} ranks draft from equal parts; expected a multiple of {size}"
+            f"--draft-vocabulary {options.draft_vocabulary}: --tp {size} ranks draft from equal parts; "
+            f"expected a multiple of {size}"
         )
     config = _hf_config(options.model)
     config = config.get("text_config", config)

@@ -132,8 +132,6 @@ class DrafterGap:
         order = sorted(range(len(reqs)), key=lags.__getitem__)
         chosen = sorted(order[:n])
         behind = [i for i in chosen if lags[i] > 0]
-        if self._samples_drafts():
-            _one_hot_draft_probs(batch, sorted(set(chosen) - set(behind)))
         for read in self._passes(batch, behind):
             self._extend(batch, read)
         if len(chosen) == len(reqs):
@@ -141,9 +139,6 @@ class DrafterGap:
             return None
         self.forget([reqs[i] for i in behind])
         return chosen
-
-    def _samples_drafts(self) -> bool:
-        return versions.installed().samples_drafts(self.worker)
 
     def _store(self) -> None:
         running = set(self._running)
@@ -270,7 +265,7 @@ class DrafterGap:
         ):
             caught_up = drafter._draft_extend_for_prefill(part, read.hidden, read.following)
         spec = batch.spec_info
-        for name in ("topk_p", "topk_index", "hidden_states", "draft_probs"):
+        for name in ("topk_p", "topk_index", "hidden_states"):
             if getattr(caught_up, name) is not None:
                 values = getattr(spec, name).clone()
                 values[index] = getattr(caught_up, name).to(values.dtype)
@@ -291,23 +286,6 @@ def _between(parts: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
 
 def _on(index: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(index).to(device)
-
-
-def _one_hot_draft_probs(batch: Any, current: Sequence[int]) -> None:
-    """Set q to one-hot at the first draft x of all but the `current` requests, so that x is accepted with p(x).
-
-    Rejection sampling is exact only with the distribution that a draft was sampled from. A round without drafts leaves
-    none. Under the overlap scheduler an older round's remains in the buffer between rounds (`FutureMap`).
-    """
-    spec = batch.spec_info
-    sampled = spec.draft_probs
-    certain = torch.zeros(
-        len(batch.reqs), batch.model_config.vocab_size, device=spec.topk_index.device
-    )
-    certain.scatter_(1, spec.topk_index[:, :1], 1.0)
-    if sampled is not None:
-        certain[list(current)] = sampled[list(current)].to(certain)
-    spec.draft_probs = certain
 
 
 def _rows_of(info: Any, index: Tensor, batch: int) -> Any:

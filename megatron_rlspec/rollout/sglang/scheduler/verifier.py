@@ -50,7 +50,7 @@ def hooks(settings: Settings) -> Iterator[Hook]:
         if not is_cpu():
             yield "sglang.srt.layers.sampler.Sampler.forward", sample_plain, "AROUND"
     elif not is_cpu():
-        return  # SGLang's own kernels do target-only and rejection sampling where they exist.
+        return  # SGLang's own kernels verify so where they exist.
     sampled = _SampledVerification()
     yield "sglang.srt.speculative.eagle_utils.eagle_sample", sampled.sample, "AROUND"
     yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", sampled.walk, "AROUND"

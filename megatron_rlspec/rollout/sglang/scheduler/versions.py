@@ -86,12 +86,6 @@ class Sglang0523:
 
         return draft_tp_context(drafter.parallel_layout)
 
-    def samples_drafts(self, worker: Any) -> bool:
-        """Return whether the `EAGLEWorkerV2` samples its drafts and verifies them by rejection sampling."""
-        from sglang.srt.runtime_context import get_spec
-
-        return get_spec().speculative_use_rejection_sampling
-
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
         """Run a pass of the target's worker that returns hidden states."""
         return worker.forward_batch_generation(batch, capture_hidden_mode=capture_hidden_mode)
@@ -230,9 +224,6 @@ class Sglang0515(Sglang0523):
 
     def drafting(self, drafter: Any) -> contextlib.AbstractContextManager:
         return drafter.draft_tp_context(drafter.draft_runner.tp_group)
-
-    def samples_drafts(self, worker: Any) -> bool:
-        return worker.server_args.speculative_use_rejection_sampling
 
     def without_eagle3(self, config: Mapping[str, Any]) -> str:
         return "EAGLE-3 was not run with SGLang before 0.5.23"
