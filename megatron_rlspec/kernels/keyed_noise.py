@@ -18,9 +18,9 @@ def _mix(h, k):
 
 
 @triton.jit
-def hash_of_row(seeds, positions, row, request):
+def hash_of_row(seeds, positions, row):
     """Return MurmurHash3's state after seed and position."""
-    seed = tl.load(seeds + request)
+    seed = tl.load(seeds + row)
     h = _mix(seed.to(tl.uint32) * 0, seed.to(tl.uint32))
     h = _mix(h, (seed >> 32).to(tl.uint32))
     return _mix(h, tl.load(positions + row).to(tl.uint32))

@@ -11,7 +11,7 @@ reverse_kl   Σ exp(z - m) · (z - m - log p)
 forward_kl   Σ p · (log p - (z - m)), and Σ p
 
 It also finds whether a coupled draft is the label: the word with the largest s · z + noise, for several s. The label is
-beaten if one word scores more. The noise of a word costs two float64 logarithms. By the bound of `keyed_draw.py` only a
+beaten if one word scores more. The noise of a word costs two float64 logarithms. By the bound of `sampling.py` only a
 few words of a row need them.
 
 `gradient` is the second pass. It needs log Σ exp over all ranks, and sums up Σ min(p, q). `tv` has a gradient that
@@ -87,7 +87,7 @@ def statistics(
     if FACTORS > 0:
         slots = tl.arange(0, SLOTS)
         factor = tl.load(factors + slots, mask=slots < FACTORS, other=1.0)
-        state = hash_of_row(seeds, keys, row, row)
+        state = hash_of_row(seeds, keys, row)
         label = tl.load(labels + row).to(tl.int32)
         label_score = tl.load(label_scores + row)
         own = score_of(label_score * factor, hash_of(state, label))

@@ -28,20 +28,16 @@ class Interpreter:
         self.head = importlib.import_module("megatron_rlspec.kernels.head")
         self._reads, self._writes = reads, writes
 
-    def given(self, sizes: dict[str, int], arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, Any]:
-        """Set BLOCK, STAIRS and PARTS, and return logits and `Draws`."""
+    def sample(self, sizes: dict[str, int], **arrays: np.ndarray) -> SimpleNamespace:
+        """Set BLOCK and PARTS; return tokens, logprobs, and reads [N, V]: how often the kernel read each logit."""
         for name, value in sizes.items():
             setattr(self.sampling, name, value)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
-        return tensors.pop("logits"), self.sampling.Draws(**tensors)
-
-    def sample(self, sizes: dict[str, int], **arrays: np.ndarray) -> SimpleNamespace:
-        """Return tokens, logprobs, and reads [N, V]: how often each logit was read."""
-        logits, draws = self.given(sizes, arrays)
         self.forget()
         with np.errstate(all="ignore"):
-            tokens, logprobs = self.sampling.sample(logits, draws)
-        return SimpleNamespace(tokens=tokens.numpy(), logprobs=logprobs.numpy(), reads=self.traffic(logits)[0])
+            tokens, logprobs = self.sampling.sample(**tensors)
+        reads = self.traffic(tensors["logits"])[0]
+        return SimpleNamespace(tokens=tokens.numpy(), logprobs=logprobs.numpy(), reads=reads)
 
     def forget(self) -> None:
         """Count from here on."""

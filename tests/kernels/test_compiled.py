@@ -11,14 +11,13 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; the kernels were not compiled")
 pytestmark = pytest.mark.slow
-KERNELS = ("scan", "merge", "add_up", "choose")
 FLOATS = (
-    "logits temperatures sharpnesses top_ps min_ps part_z part_floor_z part_peak row_z row_floor_z row_peak logprobs "
+    "logits temperatures sharpnesses part_peak "
     "label_scores factors peaks totals seconds on_logprob on_entropy entropies scales overlaps losers"
 )
-DOUBLES = "part_score part_total row_score row_total lses teacher_lses"
-LONGS = "seeds positions words masses wholes tokens teacher_rows keys labels places"
-INTEGERS = "top_ks part_column part_floor_column row_column row_floor_column counts numbers columns bests beaten"
+DOUBLES = "part_score part_total lses teacher_lses"
+LONGS = "seeds positions words part_column teacher_rows keys labels places"
+INTEGERS = "columns bests beaten"
 POINTERS = {
     name: pointer
     for names, pointer in ((FLOATS, "*fp32"), (DOUBLES, "*fp64"), (LONGS, "*i64"), (INTEGERS, "*i32"))
@@ -43,17 +42,13 @@ PASSES += [
 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_drawing_spills_no_register(capability: int, logits: str, name: str, tmp_path: Path) -> None:
-    """For many rows of 151,680 words in two parts each, and for few rows in 16 parts."""
-    from megatron_rlspec.kernels import keyed_draw, sampling
+@pytest.mark.parametrize("mapped", [False, True])
+def test_drawing_spills_no_register(capability: int, logits: str, mapped: bool, tmp_path: Path) -> None:
+    from megatron_rlspec.kernels import sampling
 
-    kernel = getattr(keyed_draw, name)
-    options = sampling.launch_options(name) if name in sampling.WARPS else {"num_warps": 4}
-    for parts in (sampling.FEWER, sampling.PARTS):
-        constants = {"BLOCK": sampling.BLOCK, "STAIRS": sampling.STAIRS, "PARTS": parts, "MAPPED": False}
-        used = compiled(kernel, {"logits": logits}, constants, capability, options, tmp_path)
-        print(f"{name}, sm_{capability}, {logits}, {parts} parts: {used}")
+    constants = {"BLOCK": sampling.BLOCK, "MAPPED": mapped}
+    used = compiled(sampling.scan, {"logits": logits}, constants, capability, sampling.LAUNCH, tmp_path)
+    print(f"sm_{capability}, {logits}, words: {mapped}: {used}")
 
 
 @pytest.mark.parametrize("capability", [90, 100])

@@ -100,12 +100,32 @@ def test_a_verify_round(sampler: ModuleType, kernel: Interpreter, limited: bool,
         assert torch.allclose(given, expected, atol=2e-6)
 
 
+def test_what_draws_a_row_does_not_depend_on_its_batch(sampler: ModuleType) -> None:
+    """Plain torch draws rows of requests with limits, and the kernel all others, whatever rows are beside them."""
+    info = batch(True)
+    info.top_ps[0] = 1.0  # request 0 has no limit
+    kernel = SimpleNamespace(sample=lambda logits, *given: (torch.full((len(logits),), 7), torch.zeros(len(logits))))
+    values = logits(6)
+    requests = torch.tensor([0, 1, 0, 2, 1, 0])
+    for rows in ([0, 1, 2, 3, 4, 5], [0, 2, 5], [4, 3, 1], [5, 4]):
+        given = info, values[rows], torch.tensor(rows), requests[rows]
+        tokens, logprobs = verifier.sample(kernel, *given)
+        expected, known = verifier.sample(None, *given)
+        free = requests[rows] == 0
+        assert (tokens[free] == 7).all() and (logprobs[free] == 0).all()
+        assert torch.equal(tokens[~free], expected[~free]) and torch.equal(logprobs[~free], known[~free])
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_coupled_drafts(sampler: ModuleType, kernel: Interpreter, mapped: bool) -> None:
-    """Of all words and of a draft vocabulary, for a request with top-p, one with top-k and min-p, and a greedy one."""
+def test_coupled_drafts(sampler: ModuleType, kernel: Interpreter, mapped: bool, in_graph: bool) -> None:
+    """Of all words and of a draft vocabulary, for a request with top-p, one with top-k and min-p, and a greedy one.
+
+    A CUDA graph drafts from all tokens, and the likeliest one for the greedy request.
+    """
     info = batch(True)
     sharpness = torch.tensor([[2.0], [1.0], [1.5]])
-    rows = coupled._Rows(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info.top_ps, info.min_ps, info)
+    rows = coupled._Rows(info.sampling_seed, info.temperatures, info.top_ks, sharpness, None if in_graph else info)
     words = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:VOCABULARY] if mapped else None
     drafter = SimpleNamespace(drafter=SimpleNamespace(hot_token_id=words))
     found = []

@@ -23,12 +23,15 @@ from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw, noisy
 from megatron_rlspec.rollout.sglang.scheduler import decisions, ragged
+from megatron_rlspec.rollout.sglang.scheduler.verifier import limited
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.token_filter import filtered
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 # in buffers of fixed address
-BUFFERED = ("seeds", "temperatures", "top_ks", "sharpness", "top_ps", "min_ps")
+BUFFERED = ("seeds", "temperatures", "top_ks", "sharpness")
+# A sharpness that no noise makes up for: the draft is the likeliest word.
+GREEDY = 1e8
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
@@ -50,17 +53,14 @@ def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
 class _Rows:
     """What chooses the drafts of B requests, as `SamplingBatchInfo` has it.
 
-    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy; sharpness [B, 1], top_ps [B], min_ps [B]. Plain torch
-    filters if `info` says that the batch has limits. It is None in a CUDA graph, which cannot ask: there, plain torch
-    drafts from all tokens.
+    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy; sharpness [B, 1]. If `info` says that the batch has
+    limits, plain torch filters. It is None in a CUDA graph, which cannot ask: there, drafts are from all tokens.
     """
 
     seeds: Tensor
     temperatures: Tensor
     top_ks: Tensor
     sharpness: Tensor
-    top_ps: Tensor
-    min_ps: Tensor
     info: Any = None
 
     def first(self, rows: int, info: Any) -> _Rows:
@@ -71,15 +71,7 @@ class _Rows:
     @classmethod
     def of(cls, info: Any) -> _Rows:
         sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness)
-        return cls(
-            info.sampling_seed,
-            info.temperatures,
-            info.top_ks,
-            sharpness,
-            info.top_ps,
-            info.min_ps,
-            info,
-        )
+        return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info)
 
 
 class CoupledDrafts:
@@ -183,8 +175,6 @@ class CoupledDrafts:
                 torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
                 torch.ones(rows, dtype=like.top_ks.dtype, device=device),
                 torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
-                torch.ones(rows, dtype=like.top_ps.dtype, device=device),
-                torch.zeros(rows, dtype=like.min_ps.dtype, device=device),
             )
         return self._buffers
 
@@ -194,19 +184,18 @@ class CoupledDrafts:
         keys  [B], the positions that predict them
         """
         words = self.drafter.hot_token_id
-        kernel = chosen.sampling(logits)
+        filtering = rows.info is not None and limited(rows.info)
+        kernel = None if filtering else chosen.sampling(logits)
         if kernel is not None:
-            limits = (rows.top_ks, rows.top_ps, rows.min_ps)
-            draws = kernel.Draws(
-                rows.seeds, keys, rows.temperatures, *limits, rows.sharpness, words
+            greedy = rows.top_ks[:, None] == 1
+            sharpness = rows.sharpness.masked_fill(greedy, GREEDY)
+            sampled, logprobs = kernel.sample(
+                logits, rows.seeds, keys, rows.temperatures, sharpness, words
             )
-            sampled, logprobs = kernel.sample(logits, draws)
             return sampled[:, None], logprobs
         of_all = logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
-        info = rows.info
-        if info is not None and (
-            info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
-        ):
+        if filtering:
+            info = rows.info
             min_ps = info.min_ps if info.need_min_p_sampling else None
             logq = filtered(logq.exp(), info.top_ks, info.top_ps, min_ps).log()
         logq = logq * rows.sharpness

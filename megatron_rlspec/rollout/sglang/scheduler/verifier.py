@@ -8,17 +8,19 @@ SGLang's `eagle_sample` has a branch that walks the draft tree with given target
 which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
 after SGLang has applied penalties, biases and grammar masks.
 
-On a GPU the kernel of `kernels/keyed_draw.py` draws from the logits, in plain decoding, too, and gives the log-probs
-with the tokens. Rounds that ask for more than a token's log-prob, and machines without the kernel, take SGLang's
-functions. Both draw the same tokens, but where two scores differ by less than float32 rounds a softmax.
+On a GPU the kernel of `kernels/sampling.py` draws from the logits, in plain decoding, too, and gives the log-probs
+with the tokens. Rows of requests with top-k, top-p or min-p, rounds that ask for more than a token's log-prob, and
+machines without the kernel take SGLang's functions. What draws a row does not depend on the rows beside it. Both draw
+the same tokens, but where two scores differ by less than float32 rounds a softmax.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -86,23 +88,8 @@ def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwar
     return tokens.view(-1).to(torch.int32)
 
 
-def _draws(
-    kernel: Any, info: Any, positions: torch.Tensor, requests: torch.Tensor | slice = slice(None)
-) -> Any:
-    """Return the kernel's `Draws` for a `SamplingBatchInfo`, with the limits that some request of the batch has.
-
-    requests  of the rows [N], where not all requests have the same number of rows
-    """
-    limits = {}
-    if _limited(info):
-        limits = {"top_ks": info.top_ks[requests], "top_ps": info.top_ps[requests]}
-    if info.need_min_p_sampling:
-        limits["min_ps"] = info.min_ps[requests]
-    seeds = info.sampling_seed[requests]
-    return kernel.Draws(seeds, positions, info.temperatures[requests], **limits)
-
-
-def _limited(info: Any) -> bool:
+def limited(info: Any) -> bool:
+    """Return whether a request of a `SamplingBatchInfo` has top-k, top-p or min-p. A greedy one has a top-k of 1."""
     return info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
 
 
@@ -122,7 +109,7 @@ def sample_plain(
     positions: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
-    """Draw the tokens [B] of a plain decode round by the kernel, if there is one and the round asks for no more."""
+    """Draw the tokens [B] of a plain decode round by `sample`, if there is a kernel and the round asks for no more."""
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     kernel = chosen.sampling(logits_output.next_token_logits)
@@ -137,7 +124,8 @@ def sample_plain(
         asked = (return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
         return original(layer, logits_output, info, *asked, **kwargs)
     logits = layer._preprocess_logits(logits_output.next_token_logits, info)
-    tokens, logprobs = kernel.sample(logits, _draws(kernel, info, positions))
+    requests = torch.arange(len(logits), device=logits.device)
+    tokens, logprobs = sample(kernel, info, logits, positions, requests)
     tokens = tokens.to(torch.int32)
     if return_logprob:
         logits_output.next_token_logprobs = logprobs
@@ -253,49 +241,63 @@ class _SampledVerification:
 
 
 def sample_targets(verified: VerifyPass) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the target's token after every node, by the functions that plain decoding uses. Returns it and its log-prob.
-
-    Without the kernel, a few rows are sampled at a time: SGLang's functions copy the logits, some of them in float64.
-    """
+    """Draw the target's token after every node [N] as plain decoding does; return it and its log-prob."""
+    info = verified.info
+    logits = verified.logits
+    kernel = chosen.sampling(logits) if info.sampling_seed is not None else None
+    tokens, logprobs = sample(kernel, info, logits, verified.positions, verified.requests)
     group = versions.installed().tensor_group()
-    kernel = chosen.sampling(verified.logits) if verified.info.sampling_seed is not None else None
-    if kernel is None:
-        requests = verified.requests
-        rows = max(1, ELEMENTS // verified.logits.shape[-1])
-        parts = []
-        for first in range(0, len(verified.logits), rows):
-            parts.append(_sample_rows(verified, requests, slice(first, first + rows)))
-        tokens, logprobs = (torch.cat(part) for part in zip(*parts, strict=True))
-    else:
-        rows_of = slice(None) if verified.chosen is None else verified.chosen.requests
-        draws = _draws(kernel, verified.info, verified.positions, rows_of)
-        tokens, logprobs = kernel.sample(verified.logits, draws)
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
-    return tokens.long(), logprobs
+    return tokens, logprobs
+
+
+def sample(
+    kernel: ModuleType | None,
+    info: Any,
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    requests: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token [N] int64 from each row of logits [N, V], by the kernel if its request [N] has no limit.
+
+    Returns the tokens and their log-probs [N]. Other rows are sampled a few at a time: SGLang's functions copy the
+    logits, some of them in float64.
+    """
+    rows, vocabulary = logits.shape
+    most = max(1, ELEMENTS // vocabulary)
+    others: Iterable[slice | torch.Tensor] = ()
+    if kernel is None:
+        tokens = positions.new_empty(rows, dtype=torch.int64)
+        logprobs = logits.new_empty(rows, dtype=torch.float32)
+        others = [slice(first, first + most) for first in range(0, rows, most)]
+    else:
+        seeds = info.sampling_seed[requests]
+        tokens, logprobs = kernel.sample(logits, seeds, positions, info.temperatures[requests])
+        if limited(info):
+            of_requests = (info.top_ks < vocabulary) | (info.top_ps < 1) | (info.min_ps > 0)
+            others = of_requests[requests].nonzero()[:, 0].split(most)
+    for some in others:
+        drawn = _sample_rows(info, logits[some], positions[some], requests[some])
+        tokens[some], logprobs[some] = drawn
+    return tokens, logprobs
 
 
 def _sample_rows(
-    verified: VerifyPass, requests: torch.Tensor, rows: slice
+    info: Any, logits: torch.Tensor, positions: torch.Tensor, requests: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sampled tokens of some rows, and their log-probs."""
+    """Return tokens [N] by SGLang's functions, and their log-probs."""
     from sglang.srt.layers import sampler
 
-    info = verified.info
-
-    def per_node(values: torch.Tensor) -> torch.Tensor:
-        return values[requests[rows]]
-
-    seeds = None if info.sampling_seed is None else per_node(info.sampling_seed)
-    positions = verified.positions[rows]
-    logits = verified.logits[rows] / per_node(info.temperatures)
+    seeds = None if info.sampling_seed is None else info.sampling_seed[requests]
+    logits = logits / info.temperatures[requests]
     probs = versions.installed().softmax(logits)
-    if _limited(info):
+    if limited(info):
         tokens = sampler.top_k_top_p_min_p_sampling_from_probs_torch(
             probs,
-            per_node(info.top_ks),
-            per_node(info.top_ps),
-            per_node(info.min_ps),
+            info.top_ks[requests],
+            info.top_ps[requests],
+            info.min_ps[requests],
             info.need_min_p_sampling,
             seeds,
             positions,
@@ -303,5 +305,6 @@ def _sample_rows(
         )
     else:
         tokens = sampler.sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
-    logprobs = torch.log_softmax(logits.float(), -1).gather(1, tokens.long()[:, None])[:, 0]
+    tokens = tokens.long()
+    logprobs = torch.log_softmax(logits.float(), -1).gather(1, tokens[:, None])[:, 0]
     return tokens, logprobs
