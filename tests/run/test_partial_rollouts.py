@@ -93,6 +93,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
         steps.append(run.step(step))
         assert [len(group.samples) for group in steps[-1]] == [SAMPLES] * WANTED
     begun = run.rollouts.generation.begun
+    assert begun and all(group.oldest >= STEPS + 1 - config.rollout.partial for group in begun)
     trained = [sample for groups in steps for group in groups for sample in group.samples]
     assert len({s.request_id for s in trained}) == len(trained)
     continued = [s for s in trained if len(s.policy_versions) > 1]
