@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TRAIN = ("train", "--model.path", "{start}/model", "--data.path", "{start}/task/rl.jsonl", "--reward.kind", "math")
 TRAIN += ("--model.max_length", "256", "--rollout.max_new_tokens", "24")
+SERVE = ("serve", "--model", "{model}")
 PLUGIN = "megatron_rlspec/rollout/sglang"
 WITH_SGLANG = ("controller", "bodies", "routes", "update")  # need SGLang, which brings what it needs
 HIDE = "import sys; sys.modules.update(dict.fromkeys({hidden!r})); from megatron_rlspec.cli import main; main({argv!r})"
@@ -96,17 +97,13 @@ def test_the_extra_takes_the_versions_of_sglang_that_the_code_takes():
     assert all(version in accepted for version in versions.KNOWN)
 
 
-def slow(*parameters):
-    return pytest.param(*parameters, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "hidden, argv, expects",
     [
         (["torch"], ["convert", "a", "b"], ("needs torch", "megatron_rlspec[train]")),
-        slow(["megatron"], [*TRAIN], ("megatron-core is not installed", "megatron_rlspec[train]")),
-        slow(["sglang"], [*TRAIN], ("sglang is not installed", "megatron_rlspec[engine]")),
-        slow(["sglang"], ["serve", "--model", "{model}"], ("SGLang is not installed here", "pip install")),
+        pytest.param(["megatron"], TRAIN, ("megatron-core is not installed", "[train]"), marks=pytest.mark.slow),
+        pytest.param(["sglang"], TRAIN, ("sglang is not installed", "[engine]"), marks=pytest.mark.slow),
+        pytest.param(["sglang"], SERVE, ("SGLang is not installed here", "pip install"), marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value)[:30],
 )
@@ -147,16 +144,9 @@ def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
     subprocess.run([*pip, "--no-build-isolation", packed], check=True)
     share = tmp_path / "venv/share/megatron_rlspec/examples"
     assert (share / "cost_tables/h100-simulated.json").is_file()
-    commands = (
-        "--version",
-        "--help",
-        "doctor",
-    )
-    for words in commands:
-        done = subprocess.run(
-            [python.with_name("rlspec"), *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0 and "Traceback" not in done.stderr, (words, done.stdout, done.stderr)
+    for word in ("--version", "--help", "doctor"):
+        done = subprocess.run([python.with_name("rlspec"), word], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (word, done.stdout, done.stderr)
     assert "megatron-core: not installed; pip install 'megatron_rlspec[train]'" in done.stdout  # the doctor's
     missing = subprocess.run([python.with_name("rlspec"), "convert", "a", "b"], capture_output=True, text=True)
     assert missing.returncode == 2 and "megatron_rlspec[train]" in missing.stderr
