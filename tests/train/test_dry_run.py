@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from published import PUBLISHED
 from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
 from megatron_rlspec.commands import training
@@ -16,42 +17,9 @@ from megatron_rlspec.train import dry_run, stages
 from megatron_rlspec.train.step import Trainer
 
 RECIPES = Path(__file__).parents[2] / "examples/torchrun"
-QWEN = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-}
-MIMO = {
-    "architectures": ["MiMoForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 151680,
-    "attention_bias": True,
-}
-GLM = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151552,
-    "attention_bias": True,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1408,
-    "first_k_dense_replace": 1,
-}
+QWEN = PUBLISHED["Qwen2.5-7B-Instruct"]
+MIMO = PUBLISHED["MiMo-7B-RL"]
+GLM = PUBLISHED["GLM-4.5-Air"]
 MODELS = {"mimo-7b-rl": MIMO, "qwen2.5-7b-add-mtp": QWEN, "glm-4.5-air": GLM}
 RANKS = {"mimo-7b-rl": 4, "qwen2.5-7b-add-mtp": 4, "glm-4.5-air": 64}
 SCRIPTS = sorted(p.stem for p in RECIPES.glob("*.sh") if p.stem != "recipe")
@@ -142,8 +110,6 @@ LAYOUTS = [
     {"tensor": 2, "pipeline": 4, "sequence": True},
     {"context": 2},
 ]
-
-
 EXPERT_LAYOUTS = [{"expert": 4}, {"tensor": 2, "pipeline": 4, "expert": 2, "sequence": True}]
 
 
@@ -273,7 +239,7 @@ def engine_lines():
             rollout={"engine": "sglang", "engines": 8},
             placement={"mode": mode},
         )
-        lines[mode] = list(dry_run.report(cfg, MIMO | {"max_position_embeddings": 32768}, 8, 79.2))[-3:]
+        lines[mode] = list(dry_run.report(cfg, MIMO, 8, 79.2))[-3:]
     return lines
 
 
@@ -284,8 +250,7 @@ def test_a_dry_run_says_how_many_samples_an_engine_holds_at_once():
     assert own.startswith("on GPUs of its own: KV cache of ")
     assert lines["colocated"][-1] == beside
     cfg = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true", "model.max_length": "16384"})
-    hf_config = MIMO | {"max_position_embeddings": 32768}
-    need = needs(cfg, hf_config, int(79.2 * GIB), sum(counted(MIMO)), 0, 8)
+    need = needs(cfg, MIMO, int(79.2 * GIB), sum(counted(MIMO)), 0, 8)
     trainer = need.trainer.between_steps
     for line, kept in ((own, None), (beside, trainer)):
         tokens = int(line.partition("KV cache of ")[2].partition(" tokens")[0].replace(",", ""))
