@@ -168,10 +168,7 @@ def test_answers_of_a_server_with_other_weights_are_not_mixed(start, tmp_path, m
 
 
 def test_one_command_at_a_time_writes_a_file(start, tmp_path):
-    with (
-        files.locked(tmp_path / "a.jsonl"),
-        pytest.raises(files.FileError, match=r"a\.jsonl: another process uses it"),
-    ):
+    with files.locked(tmp_path / "a.jsonl"), pytest.raises(files.FileError, match=r"a\.jsonl: another process uses it"):
         answered(options(start, tmp_path / "a.jsonl"))
     assert (tmp_path / "a.jsonl").read_bytes() == b"" and not (tmp_path / "a.jsonl.settings.json").exists()
 

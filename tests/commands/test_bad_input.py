@@ -133,9 +133,7 @@ if not torch.cuda.is_available():
     ROWS.append(("serve on a GPU", ConfigError, serving("--device cuda"), ("--device cuda", "no CUDA device")))
 
 
-ROWS += [
-    ("serve port taken", ConfigError, port_taken, ("cannot listen on 127.0.0.1:", "Address already in use")),
-]
+ROWS += [("serve port taken", ConfigError, port_taken, ("cannot listen on 127.0.0.1:", "Address already in use"))]
 
 
 @pytest.mark.parametrize(("error", "act", "parts"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])

@@ -56,11 +56,7 @@ def test_fields_of_every_rank(cp, layout):
     tokens, masks = samples()
     widths = laid_out(cp, layout)
     cu = torch.tensor([0, *widths]).cumsum(0).int()
-    batch = {
-        "unconcat_tokens": tokens,
-        "loss_masks": masks,
-        "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu),
-    }
+    batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
     trained = [0] * DEPTH
     for rank in range(cp):
         sequences = micro_batch(batch, seeds=SEEDS)

@@ -51,7 +51,7 @@ TABLES = [
         TRAIN + "--spec.cost_table no.json",
         ("spec.cost_table: no.json: No such file", "relative to /"),
         run_with(),
-    ),
+    )
 ]
 
 COMMANDS = [

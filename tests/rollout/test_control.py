@@ -7,13 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rlspec.rollout.sglang.scheduler import (
-    control,
-    decisions,
-    rounds,
-    served_weights,
-    shared_times,
-)
+from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights, shared_times
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline

@@ -48,11 +48,7 @@ def test_a_silent_engine_is_distinguished_from_one_that_has_ended(said, stays, t
 
 
 ANSWERS = [
-    (
-        b"<html>Welcome to nginx!</html>",
-        "200 OK",
-        "not an rlspec engine: control/describe answered '<html>",
-    ),
+    (b"<html>Welcome to nginx!</html>", "200 OK", "not an rlspec engine: control/describe answered '<html>"),
     (b"[" * 100_000, "200 OK", "not an rlspec engine"),
     (b'{"detail": "Not Found"}', "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
 ]

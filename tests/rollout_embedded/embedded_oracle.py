@@ -31,10 +31,7 @@ def tiny(vocab=32, hidden=16, layers=2, heads=4, kv_heads=2, seed=0, sharpness=1
         return torch.randn(*shape, generator=g, dtype=torch.float64) * std
 
     quiet = 0.1 if drafter == "close" else 1.0
-    tensors = {
-        "model.embed_tokens.weight": r(vocab, hidden, std=1.0),
-        "model.norm.weight": 1 + r(hidden, std=0.1),
-    }
+    tensors = {"model.embed_tokens.weight": r(vocab, hidden, std=1.0), "model.norm.weight": 1 + r(hidden, std=0.1)}
     if not tied:
         tensors["lm_head.weight"] = r(vocab, hidden, std=sharpness / math.sqrt(hidden) * 2)
     for prefix in [f"model.layers.{i}." for i in range(layers)] + ["model.mtp_layers.0."]:

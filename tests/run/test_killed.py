@@ -40,10 +40,7 @@ MOVES = {"tail__rebalance": "true", "tail__every": 4}
 COMBINATIONS: dict[str, tuple[int, dict[str, object]]] = {  # ranks, each of which has an engine, and options
     "staleness, KL, two updates, record": (1, AHEAD | SEVERAL | RECORD),
     "adaptive, dynamic sampling": (1, ADAPTIVE | {"algorithm__dynamic_sampling": "true"}),
-    "partial, staleness, buffer by reward": (
-        1,
-        PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial": 3},
-    ),
+    "partial, staleness, buffer by reward": (1, PARTIAL | AHEAD | {"drafter__replay": "reward", "rollout__partial": 3}),
     "two engines, moves, record": (2, MOVES | RECORD),
     "overlap, two updates, buffer, reward weight, record": (
         1,

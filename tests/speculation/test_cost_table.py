@@ -5,13 +5,7 @@ import numpy as np
 import pytest
 from roofline_tables import HARDWARE, of_hardware
 
-from megatron_rlspec.speculation.cost_table import (
-    CostTable,
-    CostTableError,
-    PrefillCost,
-    Provenance,
-    RoundCost,
-)
+from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, SpecConfig
 
 CONFIGS = (OFF, SpecConfig(1), SpecConfig(3))
@@ -101,12 +95,7 @@ def test_grid_equals_single_answers():
 
 
 def test_the_file_holds_everything(tmp_path):
-    t = CostTable(
-        PROVENANCE,
-        rounds() + rounds(tp=2),
-        [PrefillCost(1, 1, 10, 1.0, 0.1, 5)],
-        switch_ms=0.3,
-    )
+    t = CostTable(PROVENANCE, rounds() + rounds(tp=2), [PrefillCost(1, 1, 10, 1.0, 0.1, 5)], switch_ms=0.3)
     t.save(tmp_path / "deep" / "table.json")
     back = CostTable.load(tmp_path / "deep" / "table.json")
     assert (back.rounds, back.prefill, back.provenance) == (t.rounds, t.prefill, t.provenance)

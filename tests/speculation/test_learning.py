@@ -34,10 +34,7 @@ def coupled(*rates):
     return Prediction.of_sums((3,), 100 * reached, [100 * rate ** np.arange(1, 4) for rate in rates])
 
 
-@pytest.mark.parametrize(
-    ("rates", "best"),
-    [((0.5, 0.7, 0.6), 1.5), ((0.5, 0.5, 0.5), 2.0)],
-)
+@pytest.mark.parametrize(("rates", "best"), [((0.5, 0.7, 0.6), 1.5), ((0.5, 0.5, 0.5), 2.0)])
 def test_engines_take_the_sharpness_with_the_best_predicted_acceptance(rates, best):
     made = learning()
     assert "sharpness" not in made.rule()

@@ -301,10 +301,7 @@ def processes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "function",
-    ["forks", "writes_everywhere"],
-)
+@pytest.mark.parametrize("function", ["forks", "writes_everywhere"])
 def test_no_reward_becomes_that_of_another_sample(processes, function):
     samples = [sample(f"{n / 4}", number=n) for n in range(12)]
     rewards, failures = score(f"busy_rewards:{function}", samples, workers=1, timeout_seconds=60)

@@ -71,16 +71,8 @@ def build(cell, weights=None, *, drafter=True, clip=0.0):
     options = config(
         model={"dtype": cell["dtype"]},
         parallel={key: cell[key] for key in ("tensor", "pipeline", "context", "sequence", "recompute")},
-        optimizer={
-            "distributed": cell["distributed"],
-            "offload": cell.get("offload", False),
-            "clip_grad": clip,
-        },
-        drafter={
-            "train": drafter,
-            "depth": cell["unrolling"],
-            "loss": cell["loss"],
-        },
+        optimizer={"distributed": cell["distributed"], "offload": cell.get("offload", False), "clip_grad": clip},
+        drafter={"train": drafter, "depth": cell["unrolling"], "loss": cell["loss"]},
         algorithm={"ratio": cell["ratio"], "entropy_coef": 0.01},
         train={"deterministic": cell.get("deterministic", False)},
     )

@@ -5,10 +5,7 @@ import torch
 from test_parallel_equality import PLAIN, build, own_batches, state
 from train_ranks import digest, on_ranks
 
-CELLS = [
-    {"dtype": "float32", "clip": 0.3},
-    {"dtype": "float32", "tensor": 2, "sequence": True, "distributed": True},
-]
+CELLS = [{"dtype": "float32", "clip": 0.3}, {"dtype": "float32", "tensor": 2, "sequence": True, "distributed": True}]
 MORE = [
     {"dtype": "bfloat16", "distributed": True},
     {"dtype": "float32", "pipeline": 2, "tied": True},

@@ -97,10 +97,7 @@ def test_the_cheaper_way_brings_the_samples_over():
 
 
 @settings(max_examples=25)
-@given(
-    st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4),
-    st.floats(0, 1e5),
-)
+@given(st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4), st.floats(0, 1e5))
 def test_a_change_is_not_followed_by_its_reverse(groups, weights_ms):
     plan = planner(costs=SwitchCosts(weights_ms, 131072, 5.25))
     situation = loads(*groups)

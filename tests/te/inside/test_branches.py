@@ -34,10 +34,7 @@ EXPERTS = {
     "experts split": {"parallel": {"expert": 2}},
     "experts, tensor": {"parallel": {"tensor": 2, "sequence": True}},
 }
-SLOW_EXPERTS = {
-    "experts, context": {"parallel": {"context": 2}},
-    "groups": {"hf": GROUPED},
-}
+SLOW_EXPERTS = {"experts, context": {"parallel": {"context": 2}}, "groups": {"hf": GROUPED}}
 
 
 @contextlib.contextmanager
