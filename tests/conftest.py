@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")  # no case depends on how fast a machine is
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: whole runs are compared bit for bit
+# Before torch is imported, and for all processes that tests start: whole runs are compared bit for bit.
+os.environ["OMP_NUM_THREADS"] = "1"
 TESTS = Path(__file__).parent
 # A long file at the end would leave the other worker idle. Files that are not listed follow in their usual order.
 LONGEST = (
@@ -38,7 +39,6 @@ LONGEST = (
     # the slow tier
     "run/test_killed.py",
     "run/test_fresh_run.py",
-    "malformed/test_http.py",
     "parity/test_draft_logits.py",
     "parity/test_eagle3_engine.py",
     "run/test_lost_engines.py",

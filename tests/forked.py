@@ -53,7 +53,7 @@ def run_module(
 
     The exit code is the first one that is not 0. Raises TimeoutError after `timeout` seconds.
     """
-    given = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    given = os.environ | (environment or {})
     port = ports.free_port(ports.JOBS)
     with tempfile.TemporaryDirectory() as logs:
         outputs = [(f"{logs}/{rank}.out", f"{logs}/{rank}.err") for rank in range(ranks)]

@@ -31,8 +31,7 @@ class Job:
         self._config_before = self._config_written()
         self.processes = []
         for rank in range(ranks):
-            own = {**os.environ, "OMP_NUM_THREADS": "1"}
-            own |= forked.rank_environment(rank, ranks, port) if ranks > 1 else {}
+            own = os.environ | (forked.rank_environment(rank, ranks, port) if ranks > 1 else {})
             started = ("megatron_rlspec.cli", arguments, str(TESTS), own, outputs[rank])
             self.processes.append(forked.context().Process(target=forked._run, args=started))
         for process in self.processes:

@@ -1,7 +1,6 @@
 """Start runs of `rlspec train` that take seconds, as processes that the tests in this folder kill and read."""
 
 import itertools
-import os
 import runpy
 import subprocess
 import sys
@@ -103,9 +102,8 @@ def train(
         command[1:3] = [*(launch if ranks > 1 else []), str(program)]
     elif ranks > 1:
         command += ["--ranks", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, cwd=TESTS, **pipes)
+    return subprocess.Popen(command, cwd=TESTS, **pipes)
 
 
 def finish(process: subprocess.Popen) -> str:

@@ -61,7 +61,7 @@ def stand_in(folder: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_the_commands_run(tmp_path):
     stand_in(tmp_path)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     printed = ""
     for command in blocks(PAGE, "bash"):
         ended = subprocess.run(

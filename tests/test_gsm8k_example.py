@@ -16,7 +16,7 @@ EXAMPLE = ROOT / "examples/gsm8k"
 
 def start(folder: Path, size: str, *options: str, model: str = "model") -> subprocess.CompletedProcess:
     """Run the script in `folder`. Returns the ended process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MODEL": model, "DATA": "data", "RUN": "run"}
+    environment = {**os.environ, "MODEL": model, "DATA": "data", "RUN": "run"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", str(EXAMPLE / "gsm8k.sh"), size, *options]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=840)

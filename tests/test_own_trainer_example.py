@@ -46,9 +46,8 @@ def trained_alone(model, rollouts):
 @pytest.mark.slow
 def test_the_drafter_learns_beside_a_plain_trainer_and_changes_no_bit_of_its_policy(model, tmp_path, monkeypatch):
     monkeypatch.setenv("RLSPEC_API_KEY", "of-this-test")
-    environment = {"OMP_NUM_THREADS": "1"}
     lengths = {}
-    with launch(model, tmp_path / "log", arguments=SERVE.split(), environment=environment) as process:
+    with launch(model, tmp_path / "log", arguments=SERVE.split()) as process:
         engine = SGLangEngine.of(process.wait(), timeout=300)
         for learns in (True, False):
             policy, cotrainer, rollouts = train.run(model, process.url, STEPS, learns)

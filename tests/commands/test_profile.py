@@ -61,8 +61,7 @@ def test_two_tensor_parallel_sizes_are_measured_into_one_table(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_engine_of_sglang_is_started_and_measured(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_an_engine_of_sglang_is_started_and_measured(tmp_path):
     shape = tiny_mimo.config(hidden=64, layers=8, heads=4, kv_heads=2, ffn=128, vocab=160)
     model = tiny_mimo.write(tmp_path / "tiny", shape, tiny_mimo.weights(shape))
     out = tmp_path / "table.json"

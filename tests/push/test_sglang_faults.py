@@ -41,7 +41,7 @@ SERVE = ["--device", "cpu", "--dtype", "float32", "--candidate-steps", "0,1,2,3"
 
 
 def start(room: Path, name: str) -> EngineProcess:
-    return launch(room / "served", room / f"{name}.log", arguments=SERVE, environment={"OMP_NUM_THREADS": "1"})
+    return launch(room / "served", room / f"{name}.log", arguments=SERVE)
 
 
 @pytest.fixture(scope="module")

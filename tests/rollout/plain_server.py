@@ -32,7 +32,7 @@ def started(
     path  folders that Python searches first. The log is FOLDER/log.
     """
     port = free_port(ENGINES)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "RLSPEC_SGLANG": settings}
+    environment = os.environ | {"TMPDIR": str(folder), "RLSPEC_SGLANG": settings}
     inherited = os.environ.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join([*path, str(HERE.parent.parent), inherited])
     command = [sys.executable, "-W", "ignore", str(HERE / "plain_server.py"), str(model), str(port), "2", *more]

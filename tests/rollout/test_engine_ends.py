@@ -30,11 +30,10 @@ from megatron_rlspec.rollout.start import ServedEngines
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
 SERVE = "--device cpu --dtype float32 --max-total-tokens 1024 --max-running-requests 4".split()
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-LAUNCHER = f"""
+LAUNCHER = """
 import json, sys, time
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={ONE_THREAD}).wait()
+process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:]).wait()
 print(json.dumps([process.process.pid, str(process.directory), process.url, process.api_key]), flush=True)
 time.sleep(600)
 """
@@ -158,10 +157,10 @@ def test_nothing_remains_after_a_kill(model: Path, tmp_path: Path, victim: str, 
 @pytest.mark.slow
 def test_nothing_remains_of_an_engine_whose_launcher_ends_at_once(model: Path, tmp_path: Path) -> None:
     """The engine is still importing when it becomes another process' child."""
-    launches = f"""
+    launches = """
 import os, sys
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:], environment={ONE_THREAD})
+process = launch(sys.argv[1], sys.argv[2], arguments=sys.argv[3:])
 print(process.directory, flush=True)
 os._exit(0)
 """
@@ -190,7 +189,7 @@ def test_ended_processes_that_nobody_waited_for_do_not_delay_the_close(tmp_path:
 
 @pytest.mark.slow
 def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    process: EngineProcess = launch(model, tmp_path / "log", arguments=SERVE, environment=ONE_THREAD)
+    process: EngineProcess = launch(model, tmp_path / "log", arguments=SERVE)
     time.sleep(3)
     process.close()
     assert not ended(process.directory)
@@ -213,7 +212,7 @@ def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(
 def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
         command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model)]
-        environment = {**os.environ, **ONE_THREAD, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
         server = subprocess.Popen(
             [*command, "--port", "32101", *SERVE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
         )
@@ -238,7 +237,7 @@ def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals)
 def test_a_server_that_sglang_refuses_says_why(model: Path) -> None:
     command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model), "--port", "32102"]
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
-        environment = {**os.environ, **ONE_THREAD, "TMPDIR": folder}
+        environment = {**os.environ, "TMPDIR": folder}
         ended = subprocess.run([*command, *SERVE, "--nonsense", "3"], env=environment, capture_output=True, text=True)
     assert ended.returncode == 2 and "unrecognized arguments: --nonsense 3" in ended.stderr, ended.stderr
 

@@ -1,4 +1,4 @@
-"""Clients of one real engine: updates of weights, ids, and bodies that do not come."""
+"""Clients of one real engine: updates of weights, ids, bodies that do not come, and malformed ones."""
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ def body(name: str, tokens: int) -> bytes:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("clients")
     model = tiny_mimo.write(folder / "mimo", CONFIG, WEIGHTS)
-    environment = {"OMP_NUM_THREADS": "1"}
-    with launch(model, folder / "log", arguments=SERVE.split(), environment=environment) as process:
+    with launch(model, folder / "log", arguments=SERVE.split()) as process:
         yield Server(process.wait())
 
 
@@ -234,3 +233,68 @@ def test_weights_of_nan_are_an_error_of_the_sample(server: Server) -> None:
         assert "the weights give a log-prob of nan" in line["error"] and line["id"] == "a"
     server.engine.update_weights(13, WEIGHTS.items())
     assert server.text()
+
+
+# ---- malformed requests: a 4xx, one sentence in JSON, and the engine still serves its weights -----------------------
+
+
+def asked(**changes: object) -> dict[str, object]:
+    return {"requests": [{"id": "a", "input_ids": [11], "sampling": {"max_new_tokens": 4}} | changes]}
+
+
+def of_schedule(**changes: object) -> dict[str, object]:
+    return {"schedule": {"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]} | changes}
+
+
+BUCKET = "weights/bucket?session=SESSION"
+RULE = "control/set_spec_rule"
+SCHEDULE = "control/set_schedule"
+JOIN = {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"}
+MALFORMED = [
+    ("generate", b"\xff\xfe{}", "the body is not JSON"),
+    ("generate", asked(input_ids=[11, 160]), "input_ids[1] is 160"),
+    ("generate", asked(sampling={"stop": ["a"]}), "sampling.stop needs a tokenizer"),
+    ("control/hold", {}, "reason is missing"),
+    (SCHEDULE, of_schedule(configs=[[[4, 1, 5]]]), "cannot run k4; it was launched with"),
+    (RULE, {"spec_rule": {}}, "expected exactly one of table, roofline, schedule"),
+    (RULE, {"spec_rule": {"table": "/no/such/file.json"}}, "No such file"),
+    (BUCKET, save({"model.norm.weigth": torch.ones(64)}), "did you mean model.norm.weight?"),
+    (BUCKET, save({NORM: torch.ones(8, 8)}), "is [8, 8], but the engine's is [64]"),
+    ("weights/join?session=SESSION", JOIN, "cannot connect to the trainer at 127.0.0.1:9: Connection refused"),
+    (
+        "weights/receive?session=SESSION",
+        {"group": "rlspec-a", "names": [NORM], "dtypes": ["float32"], "shapes": [[3]]},
+        "but the engine's is [64]",
+    ),
+    (
+        "weights/handle?session=SESSION",
+        {"handle": "A" * 86 + "==", "names": [NORM], "dtypes": ["float32"], "shapes": [[64]]},
+        "this engine, on cpu, opens no memory of a GPU; push with push.transport=http",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "words"), MALFORMED, ids=[words.replace(" ", "-") for *_, words in MALFORMED])
+def test_a_malformed_request_is_refused_in_one_sentence(server: Server, path: str, body: object, words: str) -> None:
+    """tests/rollout/test_schemas.py has the same rules without an engine."""
+    session = server.begin() if "SESSION" in path else ""
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    told = server.told(path.replace("SESSION", session), 400, data=sent)
+    if session:
+        server.post(f"weights/abandon?session={session}")
+    assert words in told and "\n" not in told and "Traceback" not in told and "pydantic" not in told
+
+
+def test_nothing_of_that_changed_a_weight(server: Server) -> None:
+    assert server.engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in WEIGHTS.items()}
+
+
+def test_routes_methods_keys_and_other_sites(server: Server) -> None:
+    url = server.process.url
+    refused = requests.post(f"{url}/rlspec/generate", timeout=30)
+    assert refused.status_code == 401 and "Bearer KEY" in refused.text
+    assert requests.get(f"{url}/server_info", timeout=30).status_code == 401
+    told = requests.get(f"{url}/server_info", headers=server.headers, timeout=30).text
+    assert server.process.api_key not in told
+    page = requests.get(f"{url}/health", headers={"Origin": "http://other.example"}, timeout=30)
+    assert not any("access-control" in name.lower() for name in page.headers)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.lossless]
 def test_a_miscounted_request_is_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLSPEC_API_KEY", "right-key")
     model = tiny_mimo.write(tmp_path / "mimo", same.CONFIG, same.WEIGHTS)
-    environment = same.ONE_THREAD | {emulation.VARIABLE: mistake}
+    environment = {emulation.VARIABLE: mistake}
     arguments = [*same.SERVE, *same.LAUNCHES["adaptive"]]
     with emulation.launch(model, tmp_path / "log", arguments, environment, "right-key") as process:
         engine = SGLangEngine.of(process.wait(), timeout=120)

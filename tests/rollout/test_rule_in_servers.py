@@ -27,7 +27,7 @@ ADAPTIVE = ["--spec", "adaptive", "--candidate-steps", "0,1,2", "--drafts", "arg
 @contextmanager
 def served(model: Path, folder: Path, ranks: int = 1) -> Iterator[SGLangEngine]:
     cores = "|".join(ranks * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
-    environment = {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores}
+    environment = {"SGLANG_CPU_OMP_THREADS_BIND": cores}
     arguments = [*SERVE, *ADAPTIVE, "--tp", str(ranks)]
     with launch(model, folder / "log", arguments=arguments, environment=environment) as process:
         yield SGLangEngine.of(process.wait(), timeout=300)

@@ -49,7 +49,7 @@ def served_model(request, tmp_path_factory) -> Iterator[tuple[SGLangEngine, dict
     write_hf(folder / "model", config, {name: tensor.clone() for name, tensor in tensors.items()})
     drafts = ["--spec", "adaptive", "--candidate-steps", "0,1,2,3"] if FAMILIES[architecture].sglang_drafter else []
     arguments = [*SERVE, *(drafts or ["--spec", "off"])]
-    with launch(folder / "model", folder / "log", arguments=arguments, environment={"OMP_NUM_THREADS": "1"}) as process:
+    with launch(folder / "model", folder / "log", arguments=arguments) as process:
         yield SGLangEngine.of(process.wait(180), timeout=120), config, tensors
 
 

@@ -64,7 +64,7 @@ class Engines(dict[str, SGLangEngine]):
 
     def start(self, name: str) -> None:
         log = self.logs / f"{name}.log"
-        self.processes[name] = launch(self.checkpoint, log, arguments=[*SERVE, *LAUNCHES[name]], environment=ONE_THREAD)
+        self.processes[name] = launch(self.checkpoint, log, arguments=[*SERVE, *LAUNCHES[name]])
 
     def __missing__(self, name: str) -> SGLangEngine:
         if name not in self.processes:
@@ -86,9 +86,6 @@ def engines(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         finally:
             for process in started.processes.values():
                 process.close()
-
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def requests(n: int, tag: str = "r") -> list[Request]:

@@ -46,7 +46,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLa
     folder = tmp_path_factory.mktemp("old")
     model = tiny_mimo.write(folder / "mimo", CONFIG, WEIGHTS)
     here = str(Path(__file__).parent.parent.parent)
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([FOLDERS, here])}
+    environment = {"PYTHONPATH": os.pathsep.join([FOLDERS, here])}
     processes = {
         name: launch(model, folder / f"{name}.log", arguments=[*SERVE, *arguments], environment=environment)
         for name, arguments in LAUNCHES.items()

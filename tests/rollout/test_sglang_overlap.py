@@ -17,7 +17,7 @@ import pytest
 import requests
 import test_sglang_engine as same
 import tiny_mimo
-from test_sglang_engine import CONFIG, ONE_THREAD, SERVE, WEIGHTS, k, texts
+from test_sglang_engine import CONFIG, SERVE, WEIGHTS, k, texts
 
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
@@ -45,7 +45,7 @@ def known_key(monkeypatch: pytest.MonkeyPatch) -> None:
 def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     arguments = [*SERVE, *same.LAUNCHES["plain"]]
     log = tmp_path_factory.mktemp("logs") / "plain.log"
-    with launch(checkpoint, log, arguments=arguments, environment=ONE_THREAD, api_key=KEY) as process:
+    with launch(checkpoint, log, arguments=arguments, api_key=KEY) as process:
         yield SGLangEngine.of(process.wait(), timeout=120)
 
 
@@ -53,7 +53,7 @@ def plain(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def engines(
     request: pytest.FixtureRequest, plain: SGLangEngine, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engines]:
-    environment = ONE_THREAD | {emulation.VARIABLE: EMULATED[request.param]}
+    environment = {emulation.VARIABLE: EMULATED[request.param]}
     arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
     log = LOGS[request.param] = tmp_path_factory.mktemp("logs") / "overlap.log"
     with emulation.launch(checkpoint, log, arguments, environment, KEY) as process:
@@ -250,7 +250,7 @@ def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_p
     sampling = same.SAMPLINGS["T=1"]
     expected = plain.generate(asked, sampling)
     arguments = [*SERVE, *same.LAUNCHES["adaptive"]]
-    environment = ONE_THREAD | {emulation.VARIABLE: EMULATED[emulated]} | retracting
+    environment = {emulation.VARIABLE: EMULATED[emulated]} | retracting
     with emulation.launch(checkpoint, log, arguments, environment, KEY) as process:
         engine = SGLangEngine.of(process.wait(), timeout=120)
         for schedule in (k(3), same.SWITCHING, SpecSchedule.fixed(OFF)):

@@ -43,7 +43,7 @@ def test_a_push_to_an_unknown_family(tmp_path, caplog):
     tiny_mimo.write(tmp_path / "model", CONFIG, old)
     options = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--spec", "off"]
     log = tmp_path / "log"
-    with launch(tmp_path / "model", log, arguments=options, environment={"OMP_NUM_THREADS": "1"}) as process:
+    with launch(tmp_path / "model", log, arguments=options) as process:
         engine = SGLangEngine.of(process.wait(), timeout=60)
         assert engine.describe()["unnamed"] == REASON
         pusher = Pusher({"e": engine})

@@ -49,7 +49,7 @@ def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(
             *(*SERVE, "--candidate-steps", "0,1,3", "--ragged"),
             *("--draft-vocabulary", str(SIZE), "--tp", str(ranks)),
         ],
-        environment={"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": cores},
+        environment={"SGLANG_CPU_OMP_THREADS_BIND": cores},
     )
     torch.set_num_threads(1)
     ours = oracle.engine_of(config, first, SpecConfig(3), dtype=torch.float32)

@@ -13,7 +13,6 @@ from test_moves import acting, moved_at_random
 from test_sglang_engine import (
     CONFIG,
     LAUNCHES,
-    ONE_THREAD,
     SERVE,
     SWITCHING,
     WEIGHTS,
@@ -41,9 +40,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLa
     checkpoint = tiny_mimo.write(tmp_path_factory.mktemp("tiny") / "mimo", CONFIG, WEIGHTS)
     logs = tmp_path_factory.mktemp("logs")
     arguments = [*SERVE, *LAUNCHES["adaptive"]]
-    processes = {
-        name: launch(checkpoint, logs / name, arguments=arguments, environment=ONE_THREAD) for name in ("a", "b")
-    }
+    processes = {name: launch(checkpoint, logs / name, arguments=arguments) for name in ("a", "b")}
     try:
         found = {name: SGLangEngine.of(process.wait(), timeout=120) for name, process in processes.items()}
         for engine in found.values():
