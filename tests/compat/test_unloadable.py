@@ -1,22 +1,21 @@
 """A Transformer Engine that is installed and does not load counts as absent, in one line."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tiny_mimo
 
 ERRORS = {
     "a library": 'raise OSError("libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit")',
     "its PyTorch part": 'raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c105ErrorC2")',
 }
-CONFIG = (
-    '{"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, '
-    '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "num_nextn_predict_layers": 1, '
-    '"max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, '
-    '"hidden_act": "silu", "attention_bias": true, "model_type": "mimo"}'
-)
+CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256) | {
+    "max_position_embeddings": 8192
+}
 
 
 def run(tmp_path: Path, error: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +28,12 @@ def run(tmp_path: Path, error: str, *arguments: str) -> subprocess.CompletedProc
     info = tmp_path / "installed/transformer_engine-2.20.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
-    path = os.pathsep.join([str(tmp_path / "installed"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return python(tmp_path / "installed", *arguments)
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, which looks for packages in `folder` first."""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-W", "ignore", *arguments]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
 
@@ -55,21 +59,14 @@ def test_flash_mla_without_a_driver_is_left_out(tmp_path):
     package = tmp_path / "flash_mla"
     package.mkdir()
     (package / "__init__.py").write_text('raise OSError("Could not load this library: flash_mla/cuda.abi3.so")')
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    code = "from megatron_rlspec.train import runtime"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = python(tmp_path, "-c", "from megatron_rlspec.train import runtime")
     assert done.returncode == 0 and "flash_mla" not in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.slow
 def test_commands_say_so_in_one_line(tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(CONFIG)
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
     train = ("train", "--dry-run", "--model.path", str(tmp_path / "model"), "--data.path", "rows.jsonl")
     for name, arguments in {"train": train, "doctor": ("doctor", "--gpu")}.items():
         done = run(tmp_path / name, ERRORS["a library"], "-m", "megatron_rlspec.cli", *arguments)

@@ -8,17 +8,10 @@ from megatron_rlspec.config.other_names import OPTIONS, SENTENCES
 
 OURS = {option.name for option in options()}
 TYPED = {
-    "beta": "algorithm.kl_coef",
     "max-steps": "train.steps",
-    "eval_prompt_data": "data.eval_path",
-    "actor_rollout_ref.rollout.n": "rollout.samples_per_prompt",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "placement.tensor",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "parallel.tensor",
-    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
-    "generator.sampling_params.max_generate_length": "rollout.max_new_tokens",
-    "trainer.policy.model.path": "model.path",
     "sglang-mem-fraction-static": "rollout.engine_options",
-    "rollout.num_generations": "rollout.samples_per_prompt",
 }
 
 

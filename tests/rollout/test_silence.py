@@ -47,15 +47,13 @@ def test_a_silent_engine_is_distinguished_from_one_that_has_ended(said, stays, t
             server.shutdown()
 
 
-ANSWERS = [
-    (b"<html>Welcome to nginx!</html>", "200 OK", "not an rlspec engine: control/describe answered '<html>"),
-    (b"[" * 100_000, "200 OK", "not an rlspec engine"),
-    (b'{"detail": "Not Found"}', "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
-]
-
-
 @pytest.mark.parametrize(
-    ("body", "status", "told"), ANSWERS, ids=[told[-30:] + str(i) for i, (*_, told) in enumerate(ANSWERS)]
+    ("body", "status", "told"),
+    [
+        (b"[" * 100_000, "200 OK", "not an rlspec engine: control/describe answered '[[["),
+        (b'{"detail": 1}', "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
+    ],
+    ids=["nested", "404"],
 )
 def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
     class Handler(socketserver.StreamRequestHandler):

@@ -11,18 +11,13 @@ import forked
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from short_run import TESTS, make_start, run, words
+from short_run import TESTS, run, words
 
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.checkpoints import Checkpoints, Drawn, _checksum
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 2}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start"))
 
 
 def refused(start: Path, run_dir: Path, code: int = 2, ranks: int = 1, **options: object) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from short_run import finish, make_start, run, train
+from short_run import finish, run, train
 
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.checkpoints import Checkpoints
@@ -16,11 +16,6 @@ from megatron_rlspec.run.checkpoints import Checkpoints
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__save_every": 0}
 STEPS = 60
 WATCHED = ("rollout/reward", "rollout/response_tokens", "policy/loss", "policy/grad_norm", "drafter/objective")
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    return make_start(tmp_path_factory.mktemp("start"))
 
 
 @pytest.fixture(scope="module")

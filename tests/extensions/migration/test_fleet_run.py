@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from short_run import costs_of_tokens, run, train
 from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import FOLDER
 from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
@@ -32,21 +30,6 @@ OPTIONS = {
 }
 STILL = {name: value for name, value in OPTIONS.items() if name.startswith(("rollout", "spec__mode", "train"))}
 FIRST = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
-
-
-@pytest.mark.slow
-def test_two_ranks_draw_together_and_resume_with_the_same_bytes(start, tmp_path):
-    options = OPTIONS | {"spec__cost_table": costs_of_tokens(tmp_path / "costs.json")}
-    whole, parted, alone = (tmp_path / name for name in ("whole", "parted", "alone"))
-    run(start, alone, **STILL, train__steps=1)
-    run(start, whole, ranks=2, **options, train__steps=2)
-    run(start, parted, ranks=2, **options, train__steps=1)
-    shutil.rmtree(parted / "hf")
-    run(start, parted, ranks=2, **options, train__steps=2, train__resume="true")
-    ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (whole, alone))
-    assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
-    again, once = (read_hf(folder / "hf")[1] for folder in (parted, whole))
-    assert all((again[name] == once[name]).all() for name in once)
 
 
 @pytest.mark.slow
