@@ -13,9 +13,8 @@ ERRORS = {
     "a library": 'raise OSError("libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit")',
     "its PyTorch part": 'raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c105ErrorC2")',
 }
-CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256) | {
-    "max_position_embeddings": 8192
-}
+CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256)
+CONFIG["max_position_embeddings"] = 8192
 
 
 def run(tmp_path: Path, error: str, *arguments: str) -> subprocess.CompletedProcess[str]:
