@@ -36,8 +36,6 @@ VARIANTS = {
     "depth 3 megatron, ce": {"depth": 3},
     "depth 3 chain-exact, ce": {"depth": 3},
     "depth 3 chain-exact, forward_kl": {"depth": 3, "loss": "forward_kl"},
-    "depth 3 chain-exact, reverse_kl": {"depth": 3, "loss": "reverse_kl"},
-    "depth 3 chain-exact, tv": {"depth": 3, "loss": "tv"},
 }
 
 

@@ -3,7 +3,7 @@ return.
 
     algorithm.loss       PolicyLoss     in place of the clipped policy-gradient loss
     algorithm.advantage  Advantage      in place of the group-relative advantage
-    drafter.loss         DrafterLoss    in place of ce, forward_kl, reverse_kl and tv
+    drafter.loss         DrafterLoss    in place of ce and forward_kl
     rollout.function     Turns          in place of one reply to each prompt
 
 Functions are called with one argument, an object of a class below, and are found from the working directory.

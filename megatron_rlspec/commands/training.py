@@ -75,7 +75,7 @@ HELP: dict[Name, Help] = {
     ),
     "replay": Help(
         "Train a drafter again along a recorded run.",
-        "rlspec replay runs/recorded --ranks 2 --drafter.loss tv \\\n    --train.run_dir runs/tv",
+        "rlspec replay runs/recorded --ranks 2 --drafter.loss ce \\\n    --train.run_dir runs/ce",
         "drafter.loss drafter.lr replay.policy_step train.run_dir",
     ),
 }

@@ -17,7 +17,7 @@ from megatron_rlspec.config.base import (
     Tokens,
 )
 
-LOSSES = ("ce", "forward_kl", "reverse_kl", "tv")
+LOSSES = ("ce", "forward_kl")
 
 
 class DrafterConfig(Section):
@@ -40,8 +40,8 @@ class DrafterConfig(Section):
     )
     loss: Annotated[Name, Needs("drafter.train")] = Field(
         "forward_kl",
-        description="distance to the policy p of the draft q: ce: -log q(token); forward_kl: KL(p, q); reverse_kl: "
-        "KL(q, p); tv: total variation, 1 - acceptance rate; or module:function, see examples/custom_loss",
+        description="distance to the policy p of the draft q: ce: -log q(token); forward_kl: KL(p, q); "
+        "or module:function, see examples/custom_loss",
     )
     vocabulary: Annotated[int, Field(ge=0, le=1 << 24)] = Field(
         0,
@@ -100,14 +100,13 @@ class DrafterConfig(Section):
     @model_validator(mode="after")
     def _known_loss(self) -> DrafterConfig:
         if self.loss not in LOSSES and not FUNCTION.fullmatch(self.loss):
-            known = "'ce', 'forward_kl', 'reverse_kl' or 'tv'"
             raise ValueError(
-                f"loss={self.loss}: expected {known}, or module:function (got {self.loss!r})"
+                f"loss={self.loss}: expected 'ce', 'forward_kl' or module:function (got {self.loss!r})"
             )
         if self.vocabulary and self.loss not in LOSSES:
             raise ValueError(
-                f"vocabulary={self.vocabulary}: a loss of your own sees all words; expected vocabulary=0, or loss=ce, "
-                "forward_kl, reverse_kl or tv"
+                f"vocabulary={self.vocabulary}: a loss of your own sees all words; expected vocabulary=0, or "
+                "loss=ce or forward_kl"
             )
         return self
 

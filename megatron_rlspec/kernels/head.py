@@ -60,11 +60,16 @@ def read(
     logits: Tensor,
     width: int,
     temperature: float,
-    kind: str = "none",
+    with_entropy: bool = False,
     teacher: Teacher | None = None,
     noise: Noise | None = None,
 ) -> Statistics:
-    """Read the first `width` columns of each row once; `kind` is a KIND of `statistics`, or none."""
+    """Read the first `width` columns of each row once: for forward KL with a teacher, for the entropy if asked."""
+    kind = "none"
+    if teacher is not None:
+        kind = "forward_kl"
+    elif with_entropy:
+        kind = "entropy"
     rows = len(logits)
     peak, total, second, mass = logits.new_empty(4, rows, dtype=torch.float32)
     best = logits.new_empty(rows, dtype=torch.int32)
@@ -116,7 +121,7 @@ def write_label(
     entropy  ([C] factor of its gradient, [C] entropy)
     """
     spread, entropies = entropy or (None, None)
-    _second_pass(logits, width, temperature, lse, "label", places, on_logprob, spread, entropies)
+    _second_pass(logits, width, temperature, lse, None, places, on_logprob, spread, entropies)
 
 
 def write_against(
@@ -124,32 +129,18 @@ def write_against(
     width: int,
     temperature: float,
     lse: Tensor,
-    kind: str,
     teacher: Teacher,
-    scales: Tensor | None = None,
-    second: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return Σ min(p, q) [C] and Σ of q where q < p [C], over these words; with `scales [C]`, replace the logits.
+    scales: Tensor,
+    masses: Tensor,
+) -> Tensor:
+    """Replace logits by `scales [C]` times the gradient of forward KL in z; return Σ min(p, q) [C] over these words.
 
-    They become `scales` times the gradient of `kind` in z. second [C]: over all words, Σ p for forward_kl,
-    Σ q log(q / p) for reverse_kl, Σ of q where q < p for tv.
+    masses  [C], Σ p over the words of all ranks
     """
     overlap = logits.new_empty(len(logits), dtype=torch.float32)
-    loser = torch.empty_like(overlap)
-    _second_pass(
-        logits,
-        width,
-        temperature,
-        lse,
-        kind,
-        teacher=teacher,
-        write=scales is not None,
-        scales=scales,
-        second=second,
-        overlap=overlap,
-        loser=loser,
-    )
-    return overlap, loser
+    none = [None] * 4
+    _second_pass(logits, width, temperature, lse, teacher, *none, scales, masses, overlap)
+    return overlap
 
 
 def _second_pass(
@@ -157,17 +148,14 @@ def _second_pass(
     width: int,
     temperature: float,
     lse: Tensor,
-    kind: str,
+    teacher: Teacher | None,
     places: Tensor | None = None,
     on_logprob: Tensor | None = None,
     on_entropy: Tensor | None = None,
     entropies: Tensor | None = None,
-    teacher: Teacher | None = None,
-    write: bool = True,
     scales: Tensor | None = None,
-    second: Tensor | None = None,
+    masses: Tensor | None = None,
     overlap: Tensor | None = None,
-    loser: Tensor | None = None,
 ) -> None:
     if len(logits):
         loss_passes.gradient[(len(logits),)](
@@ -182,12 +170,9 @@ def _second_pass(
             on_entropy,
             entropies,
             scales,
-            second,
+            masses,
             overlap,
-            loser,
-            KIND=kind,
-            TEACHER=teacher is not None,
-            WRITE=write,
+            KIND="label" if teacher is None else "forward_kl",
             MAPPED=_mapped(teacher),
             BLOCK=BLOCK,
         )

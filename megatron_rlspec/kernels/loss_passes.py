@@ -7,15 +7,13 @@ teacher's distribution, by its logits and its log Σ exp. A logit of minus infin
 `KIND` asks for. The lanes are joined once, at the end of the row:
 
 entropy      Σ exp(z - m) · (z - m)
-reverse_kl   Σ exp(z - m) · (z - m - log p)
 forward_kl   Σ p · (log p - (z - m)), and Σ p
 
 It also finds whether a coupled draft is the label: the word with the largest s · z + noise, for several s. The label is
 beaten if one word scores more. The noise of a word costs two float64 logarithms. By the bound of `sampling.py` only a
 few words of a row need them.
 
-`gradient` is the second pass. It needs log Σ exp over all ranks, and sums up Σ min(p, q). `tv` has a gradient that
-depends on a sum of that pass, so it takes the pass twice, first without `WRITE`.
+`gradient` is the second pass. It needs log Σ exp over all ranks, and sums up Σ min(p, q).
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ def statistics(
     second = tl.zeros((BLOCK,), tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     best = tl.full((BLOCK,), _LAST, tl.int32)
-    if KIND == "forward_kl" or KIND == "reverse_kl":
+    if KIND == "forward_kl":
         teacher_row = tl.load(teacher_rows + row)
         teacher_start = teacher_row * teacher_stride
         high, low = _split(teacher_lses, teacher_row)
@@ -105,16 +103,13 @@ def statistics(
         weight = tl.where(z == LOWEST, 0.0, tl.exp(z - higher))
         if KIND == "entropy":
             second = decay * (second + (peak - higher) * total) + weight * (z - higher)
-        if KIND == "forward_kl" or KIND == "reverse_kl":
+        if KIND == "forward_kl":
             logp = _teacher(
                 teacher, teacher_start, columns, at, inside, temperature, high, low, MAPPED
             )
-            if KIND == "reverse_kl":
-                second = decay * (second + (peak - higher) * total) + weight * (z - higher - logp)
-            else:
-                p = tl.exp(logp)
-                second += (higher - peak) * mass + p * (logp - (z - higher))
-                mass += p
+            p = tl.exp(logp)
+            second += (higher - peak) * mass + p * (logp - (z - higher))
+            mass += p
         total = total * decay + weight
         peak = higher
         if FACTORS > 0:
@@ -143,7 +138,7 @@ def statistics(
     if KIND == "forward_kl":
         tl.store(seconds + row, tl.sum(second + (top - peak) * mass, 0))
         tl.store(masses + row, tl.sum(mass, 0))
-    elif KIND != "none":
+    elif KIND == "entropy":
         tl.store(seconds + row, tl.sum(scale * (second + (peak - top) * total), 0))
     tl.store(peaks + row, top)
     tl.store(totals + row, tl.sum(total * scale, 0))
@@ -157,7 +152,7 @@ def statistics(
 
 @triton.jit
 def gradient(
-    logits,  # [C, W], overwritten if WRITE
+    logits,  # [C, W], overwritten
     stride,  # between rows of logits
     width,  # columns that are read
     temperature,
@@ -172,49 +167,45 @@ def gradient(
     on_entropy,  # [C] or None
     entropies,  # [C]
     scales,  # [C]
-    seconds,  # [C]
+    masses,  # [C]
     overlaps,  # [C]
-    losers,  # [C]
     KIND: tl.constexpr,
-    TEACHER: tl.constexpr,
-    WRITE: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one row's gradient in z in place of its logits, and add up over this rank's words.
+    """Write one row's gradient in z in place of its logits.
 
     KIND label   on_logprob · ∂ log q(label) + on_entropy · ∂ entropy; places: the label's column, -1 on other ranks
-    other kinds  scales · ∂ loss; seconds over the words of all ranks: Σ p for forward_kl, Σ q log(q / p) for
-                 reverse_kl, `losers` for tv
-    TEACHER      write overlaps, Σ min(p, q), and losers, Σ of q where q < p
+    forward_kl   scales · ∂ KL, and overlaps, Σ min(p, q) over this rank's words; masses: Σ p over those of all ranks
     """
     row = tl.program_id(0)
     start = row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)
     high, low = _split(lses, row)
     overlap = tl.zeros((BLOCK,), tl.float32)
-    loser = tl.zeros((BLOCK,), tl.float32)
-    if TEACHER:
+    if KIND == "label":
+        place = tl.load(places + row)
+        up = tl.load(on_logprob + row)
+        if on_entropy is not None:
+            spread = tl.load(on_entropy + row)
+            entropy = tl.load(entropies + row)
+    else:
         teacher_row = tl.load(teacher_rows + row)
         teacher_start = teacher_row * teacher_stride
         teacher_high, teacher_low = _split(teacher_lses, teacher_row)
-    if WRITE:
-        if KIND == "label":
-            place = tl.load(places + row)
-            up = tl.load(on_logprob + row)
-            if on_entropy is not None:
-                spread = tl.load(on_entropy + row)
-                entropy = tl.load(entropies + row)
-        else:
-            scale = tl.load(scales + row)
-            second = tl.load(seconds + row)
+        scale = tl.load(scales + row)
+        mass = tl.load(masses + row)
     for tile in range(0, width, BLOCK):
         at = tile + lanes
         inside = at < width
         z = _scaled(tl.load(logits + start + at, mask=inside, other=0.0), inside, temperature)
         logq = z - high - low
         q = tl.exp(logq)
-        if TEACHER:
+        if KIND == "label":
+            value = -up * q + tl.where(at == place, up, 0.0)
+            if on_entropy is not None:
+                value -= spread * q * (logq + entropy)
+        else:
             logp = _teacher(
                 teacher,
                 teacher_start,
@@ -228,19 +219,7 @@ def gradient(
             )
             p = tl.exp(logp)
             overlap += tl.minimum(p, q)
-            loser += tl.where(q < p, q, 0.0)
-        if WRITE:
-            if KIND == "label":
-                value = -up * q + tl.where(at == place, up, 0.0)
-                if on_entropy is not None:
-                    value -= spread * q * (logq + entropy)
-            elif KIND == "forward_kl":
-                value = scale * (q * second - p)
-            elif KIND == "reverse_kl":
-                value = scale * q * (logq - logp - second)
-            else:
-                value = scale * q * (second - tl.where(q < p, 1.0, 0.0))
-            tl.store(logits + start + at, value.to(logits.dtype.element_ty), mask=inside)
-    if TEACHER:
+            value = scale * (q * mass - p)
+        tl.store(logits + start + at, value.to(logits.dtype.element_ty), mask=inside)
+    if KIND == "forward_kl":
         tl.store(overlaps + row, tl.sum(overlap, 0))
-        tl.store(losers + row, tl.sum(loser, 0))

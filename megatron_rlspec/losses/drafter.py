@@ -24,7 +24,7 @@ from megatron_rlspec.losses.plain import PlainRows, PlainTeacher, read
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
 
-Kind = Literal["ce", "forward_kl", "reverse_kl", "tv"]
+Kind = Literal["ce", "forward_kl"]
 Metrics = dict[str, Tensor]
 
 
@@ -33,15 +33,14 @@ class Student:
 
     With student q and teacher p, `kind` selects the loss of a row:
 
-    ce          -log q(label)
+    ce          -log q(label), without a teacher
     forward_kl  KL(p ‖ q)
-    reverse_kl  KL(q ‖ p)
-    tv          1 - Σ min(p, q), the total variation distance
     a function  the user's (`custom.DrafterLoss`), without `words`
 
-    Call `learn_labels`, or `learn_from` for all teacher rows, then `finish`. `policy_logprobs` calls `observe` for each
-    chunk that it computes: the policy's loss and the teacher then share one pass over the output layer. Gradients are
-    computed while learning, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get none.
+    Call `learn_labels` for ce, else `learn_from` for all teacher rows, then `finish`. `policy_logprobs` calls `observe`
+    for each chunk that it computes: the policy's loss and the teacher then share one pass over the output layer.
+    Gradients are computed while learning, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get
+    none.
 
     teacher_index [N]  the teacher's row of each row, row i if omitted. Rows of several depths share a teacher's chunk
     groups [N] int64   the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
@@ -126,9 +125,10 @@ class Student:
         if own is not None and learns:
             self._own_grad = torch.zeros_like(own, dtype=exact)
         self._total = self._weight.new_zeros(())
-        self._taught = kind != "ce"
         # All ranks need all names, also a rank without rows, because metrics are summed over ranks.
-        names = ["tokens", "loss", "ce", "match", "overlap", "argmax_prob"]
+        names = ["tokens", "loss", "ce", "match"]
+        if kind != "ce":
+            names += ["overlap", "argmax_prob"]
         if words is not None:
             names.append("covered")
         self._metrics: Metrics = {}
@@ -148,7 +148,6 @@ class Student:
     @torch.no_grad()
     def learn_from(self, teacher_hidden: Tensor, first: int = 0) -> None:
         """Learn from the teacher rows `teacher_hidden [M, H]`, which have the numbers first, first + 1, ..."""
-        self._taught = True
         last = first + len(teacher_hidden)
         given = (self._teacher >= first) & (self._teacher < last)
         needed = self._teacher[given].unique()
@@ -168,7 +167,6 @@ class Student:
 
         Raises ValueError if a student between the first and the last row has a teacher that is not among `rows`.
         """
-        self._taught = True
         if self._head.kernel is None:
             scores.sub_(lse[:, None])
         elif not self._fused:
@@ -211,12 +209,9 @@ class Student:
                 self._own,
                 self._own_grad,
             )
-        metrics = dict(self._metrics)
-        if not self._taught:
-            del metrics["overlap"], metrics["argmax_prob"]
         if self._scalar_metrics:
-            metrics = {name: x[0] for name, x in metrics.items()}
-        return total, metrics
+            return total, {name: x[0] for name, x in self._metrics.items()}
+        return total, self._metrics
 
     def kept_rows(self) -> dict[str, Tensor]:
         """Return the results of single rows, `[N]` or `[N, F]` by name; zeros for rows without a weight."""
@@ -250,28 +245,26 @@ class Student:
             sums["covered"] = covered
         ce = -rows.logprob * covered
         sums["ce"] = ce
-        loss = ce
         if self.rows is not None:
             logq = {"label_logq": -ce, "best_logq": rows.best_logprob}
             self._store_rows(part, match=sums["match"], **logq)
             if self._noise is not None:
                 self._store_rows(part, coupled=rows.coupled() * covered[:, None])
         learns = self._grad is not None or self._own_grad is not None
-        if teacher is not None:
-            wanted = scales if learns and kind != "ce" else None
+        if teacher is None:
+            loss = ce
+            if learns:
+                rows.write_label(-scales * covered)
+        else:
             if callable(kind):
                 assert isinstance(rows, PlainRows)
-                overlap, divergence = rows.against_own(kind, self._groups[part] + 1, wanted)
+                overlap, loss = rows.against_own(kind, self._groups[part] + 1, scales)
             else:
-                overlap, divergence = rows.against(kind, wanted)
+                overlap, loss = rows.against(scales)
             argmax_prob = teacher.logprob(best).exp()
             sums |= {"overlap": overlap, "argmax_prob": argmax_prob}
             if self.rows is not None:
                 self._store_rows(part, argmax_prob=argmax_prob)
-            if kind != "ce":
-                loss = divergence
-        if kind == "ce" and learns:
-            rows.write_label(-scales * covered)
         self._total += (weight * loss).sum()
         if self._grad is not None:
             self._grad[part] = rows.back()
@@ -295,10 +288,7 @@ class Student:
             assert not isinstance(teacher, Taught)
             return PlainRows(head, hidden, labels, teacher=teacher, noise=noise)
         assert not isinstance(teacher, PlainTeacher)
-        moment = "none"
-        if self._kind in ("forward_kl", "reverse_kl"):
-            moment = str(self._kind)
-        return FusedRows(head, head.logits(hidden), labels, moment, teacher, noise)
+        return FusedRows(head, head.logits(hidden), labels, teacher=teacher, noise=noise)
 
     def _store_rows(self, part: slice, **values: Tensor) -> None:
         assert self.rows is not None

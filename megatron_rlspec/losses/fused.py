@@ -43,10 +43,10 @@ class FusedRows:
     """Students, or rows of the policy, that have been read once.
 
     logits  `[C, width]`, of `head.logits`
-    moment  what to find in addition: entropy; forward_kl or reverse_kl, with the teacher; none
     noise   seeds and keys `[C]`, as for `Student`; for `coupled`
 
-    scores are the logits, lse `[C]` float64, logprob `[C]`, log q(label), and value `[C]`, the moment
+    scores are the logits, lse `[C]` float64, logprob `[C]`, log q(label), and value `[C]`: forward KL with a teacher,
+    the entropy if it is asked for, else 0
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FusedRows:
         head: VocabParallelHead,
         logits: Tensor,
         labels: Tensor,
-        moment: str = "none",
+        with_entropy: bool = False,
         teacher: Taught | None = None,
         noise: tuple[Tensor, Tensor] | None = None,
     ) -> None:
@@ -85,16 +85,16 @@ class FusedRows:
             seeds, keys = (to_device(x, logits.device) for x in noise)
             draws = kernel.Noise(seeds, keys, labels, label, factors, head.start, ids)
         # what this rank's columns give
-        here = kernel.read(*self._chunk, moment, self._teacher, draws)
+        here = kernel.read(*self._chunk, with_entropy, self._teacher, draws)
         self._here = here
         peak = head.max(here.peak)
         behind = here.peak - peak
         scale = behind.exp()
         parts = [here.total * scale]
-        if moment == "forward_kl":
+        if teacher is not None:
             parts.append(here.second - behind * here.mass)
             parts.append(here.mass)
-        elif moment != "none":
+        elif with_entropy:
             second_here = here.second + behind * here.total
             parts.append(scale * second_here)
         sums = head.sum(torch.stack(parts))
@@ -104,7 +104,7 @@ class FusedRows:
         self.logprob = logprob.float()
         self.best_logprob = (peak.double() - self.lse).float()
         self.value = torch.zeros_like(label)
-        if moment == "forward_kl":
+        if teacher is not None:
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/plain.py`.
             self._mass = torch.ones_like(label)
             if words is not None:
@@ -112,11 +112,9 @@ class FusedRows:
             value = second[0] + second[1] * total.log()
             of_mass = torch.xlogy(self._mass, self._mass)
             self.value = value.float() - of_mass
-        elif moment != "none":
+        elif with_entropy:
             value = second[0] / total - total.log()
-            self.value = value.float()
-            if moment == "entropy":
-                self.value = self.value * -1
+            self.value = -value.float()
 
     def best(self) -> Tensor:
         """Return the ids `[C]` of the largest logits; of equal ones the lowest id."""
@@ -133,39 +131,12 @@ class FusedRows:
         columns = self._head.places(self._labels)
         self._kernel.write_label(*self._chunk, self.lse, columns, on_logprob)
 
-    def against(
-        self,
-        kind: str,
-        scales: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return Σ min(p, q) and the loss of `kind`, `[C]`, and replace the logits by `scales [C]` times its gradient.
-
-        Without `scales` the logits stay.
-        """
-        run = self._kernel.write_against
-        if kind in ("forward_kl", "reverse_kl"):
-            second = self._mass if kind == "forward_kl" else self.value
-            overlap, _ = run(
-                *self._chunk,
-                self.lse,
-                kind,
-                self._teacher,
-                scales,
-                second,
-            )
-            return self._head.sum(overlap), self.value
-        here = run(*self._chunk, self.lse, "tv", self._teacher)
-        overlap, losers = self._head.sum(torch.stack(here))
-        if scales is not None:
-            run(
-                *self._chunk,
-                self.lse,
-                "tv",
-                self._teacher,
-                scales,
-                losers,
-            )
-        return overlap, 1 - overlap
+    def against(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Σ min(p, q) and forward KL, `[C]`, and replace the logits by `scales [C]` times its gradient."""
+        overlap = self._kernel.write_against(
+            *self._chunk, self.lse, self._teacher, scales, self._mass
+        )
+        return self._head.sum(overlap), self.value
 
     def back(self) -> Tensor:
         """Return the gradient `[C, H]` of the hidden states, after a method that writes; `VocabParallelHead.back`."""

@@ -73,8 +73,7 @@ class _LogProbs(torch.autograd.Function):
         entropy = torch.zeros_like(picked)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            moment = "entropy" if with_entropy else "none"
-            found = read(head, hidden[part], labels[part], moment)
+            found = read(head, hidden[part], labels[part], with_entropy)
             lses[part] = found.lse
             picked[part] = found.logprob
             entropy[part] = found.value

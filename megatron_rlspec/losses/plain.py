@@ -5,7 +5,6 @@ Shapes as in `losses/drafter.py`. Results are float32 or float64, and the same o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,12 +19,12 @@ from megatron_rlspec.types import SHARPNESS
 
 
 def read(
-    head: VocabParallelHead, hidden: Tensor, labels: Tensor, moment: str = "none"
+    head: VocabParallelHead, hidden: Tensor, labels: Tensor, with_entropy: bool = False
 ) -> FusedRows | PlainRows:
-    """Read the rows `hidden [C, H]`, by kernels where they compute the losses; `moment`: "entropy" or "none"."""
+    """Read the rows `hidden [C, H]`, by kernels where they compute the losses."""
     if head.kernel is None:
-        return PlainRows(head, hidden, labels, moment)
-    return FusedRows(head, head.logits(hidden), labels, moment)
+        return PlainRows(head, hidden, labels, with_entropy)
+    return FusedRows(head, head.logits(hidden), labels, with_entropy)
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class PlainRows:
         head: VocabParallelHead,
         hidden: Tensor,
         labels: Tensor,
-        moment: str = "none",
+        with_entropy: bool = False,
         teacher: PlainTeacher | None = None,
         noise: tuple[Tensor, Tensor] | None = None,
     ) -> None:
@@ -63,7 +62,7 @@ class PlainRows:
         self.lse = head.log_sum_exp(self.scores)
         self.logprob = head.sum(head.pick(self.scores, labels)) - self.lse
         self.value = torch.zeros_like(self.logprob)
-        if moment == "entropy":
+        if with_entropy:
             logp = self.scores - self.lse[:, None]
             self.value = -head.sum((logp.exp() * logp).sum(-1))
 
@@ -101,27 +100,37 @@ class PlainRows:
         self._scales = -on_logprob
         self._grad = self._head.add_at(self._logq.exp_(), self._labels, -1)
 
-    def against(self, kind: str, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    def against(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         assert self._teacher is not None
+        head = self._head
+        logq = self._logq
         logp = self._teacher.logprobs
-        whole = not isinstance(self._head, DraftHead)
-        if isinstance(self._head, DraftHead):
-            logp = self._head.of_full(logp)
-        overlap, loss, grad = _divergence(kind, self._logq, logp, self._head.sum, whole=whole)
-        if scales is not None:
-            self._scales = scales
-            self._grad = grad
+        if isinstance(head, DraftHead):
+            logp = head.of_full(logp)
+        p = logp.exp()
+        q = logq.exp()
+        least = torch.minimum(p, q).sum(-1)
+        mean = (logp - logq).mul_(p).sum(-1)
+        overlap, loss = head.sum(torch.stack([least, mean]))
+        if isinstance(head, DraftHead):
+            # Forward KL over a part S of the vocabulary would be infinite: p(S) · KL(p / p(S) ‖ q).
+            mass = head.sum(p.sum(-1))
+            loss = loss - torch.xlogy(mass, mass)
+            q.mul_(mass[:, None])
+        self._scales = scales
+        self._grad = q.sub_(p)
         return overlap, loss
 
     def against_own(
-        self, own: DrafterLoss, depths: Tensor, scales: Tensor | None
+        self, own: DrafterLoss, depths: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the same as `against`, for the user's loss; `depths [C]`, from 1."""
         assert self._teacher is not None
         option = named("drafter.loss", own)
         head = self._head
         logp = self._teacher.logprobs
-        overlap, _, _ = _divergence("tv", self._logq, logp, head.sum)
+        least = torch.minimum(logp.exp(), self._logq.exp())
+        overlap = head.sum(least.sum(-1))
         with torch.enable_grad():
             draft = head.whole(self._logq).detach().clone()
             draft.requires_grad_()
@@ -139,11 +148,10 @@ class PlainRows:
             raise FunctionError(
                 f"{option}: the result does not depend on draft_logprobs; expected one that does"
             )
-        if scales is not None:
-            self._scales = scales
-            # from the gradient with respect to log-probabilities to that with respect to logits
-            grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
-            self._grad = head.share(grad)
+        self._scales = scales
+        # from the gradient with respect to log-probabilities to that with respect to logits
+        grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
+        self._grad = head.share(grad)
         return overlap, loss.detach()
 
     def back(self) -> Tensor:
@@ -152,42 +160,3 @@ class PlainRows:
     def of_weight(self, hidden: Tensor) -> Tensor:
         grad = self._grad * self._scales[:, None]
         return grad.t() @ hidden.to(grad.dtype)
-
-
-def _divergence(
-    kind: str,
-    logq: Tensor,
-    logp: Tensor,
-    total: Callable[[Tensor], Tensor],
-    *,
-    whole: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Σ min(p, q), the loss and its gradient in the student's scores, for each row.
-
-    For a loss f(q) with g = ∂f/∂q the gradient is q · (g - Σ q g). Not `whole`: the columns are a part S of the
-    vocabulary, over which q sums to 1 and p to p(S). Reverse KL and TV keep their meaning, with q = 0 elsewhere.
-    Forward KL, which would be infinite, becomes p(S) · KL(p / p(S) ‖ q).
-    """
-    p = logp.exp()
-    q = logq.exp()
-    if kind == "reverse_kl":
-        g = logq - logp
-        second = (q * g).sum(-1)
-    elif kind == "forward_kl":
-        second = (logp - logq).mul_(p).sum(-1)
-    else:  # tv, or the overlap alone
-        g = -(q < p).to(q.dtype)
-        second = (q * g).sum(-1)
-    least = torch.minimum(p, q).sum(-1)
-    overlap, second = total(torch.stack([least, second]))
-    if kind == "reverse_kl":
-        return overlap, second, q * (g - second[:, None])
-    if kind != "forward_kl":
-        grad = q * (g - second[:, None])
-        return overlap, 1 - overlap, grad
-    if whole:
-        return overlap, second, q.sub_(p)
-    mass = total(p.sum(-1))
-    loss = second - torch.xlogy(mass, mass)
-    grad = q.mul_(mass[:, None]).sub_(p)
-    return overlap, loss, grad

@@ -47,7 +47,7 @@ def without_token(weight, labels):
 
 def drafter_case(kind, hidden, weight, labels, group=None, shard=slice(None)):
     leaf = hidden.clone().requires_grad_()
-    teacher = hidden.roll(1, 0).contiguous()
+    teacher = None if kind == "ce" else hidden.roll(1, 0).contiguous()
     token_weight = torch.linspace(0.5, 1.5, N, dtype=hidden.dtype)
     total, metrics = drafter_loss(
         leaf, weight[shard], labels, token_weight, kind, teacher_hidden=teacher, tp_group=group

@@ -17,7 +17,7 @@ def toml(text: str | bytes, *expects: str, name: str = "") -> Case:
 VALUES = [
     option("--optimizer.lr inf", "optimizer.lr", "a finite number"),
     option("--rollout.temperature 1e-300", "rollout.temperature", "0 (greedy)"),
-    option("--drafter.loss mse", "drafter.loss", "'ce', 'forward_kl', 'reverse_kl' or 'tv'", "'mse'"),
+    option("--drafter.loss mse", "drafter.loss", "'ce', 'forward_kl' or module:function", "'mse'"),
     option(
         "--reward.kind math --data.label_key=", "reward.kind=math compares with the label, but data.label_key is empty"
     ),

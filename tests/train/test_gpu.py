@@ -18,7 +18,7 @@ CELLS = {
     "plain": {},
     "tied": {"tied": True, "unrolling": 1, "objective": "sft"},
     "recomputed": {"unrolling": 2, "loss": "forward_kl", "recompute": True},
-    "total variation": {"unrolling": 2, "loss": "tv", "ratio": "sequence"},
+    "forward KL": {"unrolling": 2, "loss": "forward_kl", "ratio": "sequence"},
 }
 
 

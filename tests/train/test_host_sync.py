@@ -48,7 +48,7 @@ def waits(kind: str) -> list[tuple[Counter[str], Counter[str]]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ce", marks=pytest.mark.slow), "tv"])
+@pytest.mark.parametrize("kind", [pytest.param("ce", marks=pytest.mark.slow), "forward_kl"])
 def test_the_host_waits_nowhere_else(kind):
     (((two, _), (three, misplaced)),) = on_ranks(1, waits, kind)
     each = three - two

@@ -241,7 +241,7 @@ def directional(trainer, data):
     return slope, (values[0] - values[1]) / (2 * step), all(bool(g.abs().max() > 0) for g in kept.values())
 
 
-GRADIENTS = [(3, "ce", False), (2, "forward_kl", True), (3, "tv", True), (4, "ce", False)]
+GRADIENTS = [(3, "ce", False), (2, "forward_kl", True), (3, "forward_kl", True), (4, "ce", False)]
 
 
 def slopes():

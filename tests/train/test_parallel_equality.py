@@ -24,7 +24,7 @@ DIMENSIONS = {
     "sequence": (False, True),
     "recompute": (False, True),
     "distributed": (False, True),
-    "loss": ("ce", "forward_kl", "tv"),
+    "loss": ("ce", "forward_kl"),
     "ratio": ("token", "sequence"),
     "objective": ("grpo", "sft"),
     "some": (False, True),
