@@ -51,10 +51,10 @@ class DrafterConfig(Section):
     depth_decay: Annotated[float, Needs("drafter.train")] = Field(
         0.8, gt=0, le=1, description="weight of depth d is depth_decay ** (d - 1)"
     )
-    reward_weight: Annotated[Literal["none", "reward", "rank"], Needs("drafter.train")] = Field(
+    reward_weight: Annotated[Literal["none", "reward"], Needs("drafter.train")] = Field(
         "none",
-        description="weight of a sample: 1 (none), its reward over the mean reward, less the least one if that is "
-        "negative (reward), or its rank over the mean rank (rank); from 1/4 to 4",
+        description="weight of a sample: 1 (none), or its reward over the mean reward, less the least one if that is "
+        "negative (reward), from 1/4 to 4",
     )
     share: Annotated[
         float | None,
@@ -76,12 +76,12 @@ class DrafterConfig(Section):
         description="train the drafter on earlier rollouts while engines generate the next one; the push after the "
         "next step publishes it",
     )
-    replay: Annotated[
-        Literal["none", "newest", "uniform", "reward", "disagreement"], Needs("drafter.train")
-    ] = Field(
-        "none",
-        description="none: an update learns from the step's rollouts; else from a buffer of earlier ones, in a pass "
-        "of its own: the newest samples, or drawn alike, by reward, or by the share of tokens that were no drafts",
+    replay: Annotated[Literal["none", "newest", "uniform", "reward"], Needs("drafter.train")] = (
+        Field(
+            "none",
+            description="none: an update learns from the step's rollouts; else from a buffer of earlier ones, in a "
+            "pass of its own: the newest samples, or drawn alike, or by reward",
+        )
     )
     replay_tokens: Annotated[Tokens, Needs("drafter.replay", "drafter.overlap")] = Field(
         262144,

@@ -7,11 +7,9 @@ The denominator of the drafter's loss is the sum of the weights (`packing/pack.p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 
-RewardWeight = Literal["none", "reward", "rank"]
 CLIP = 4.0  # a sample weighs at most so many times as much as the mean
 
 
@@ -46,29 +44,19 @@ class EverySteps:
 
 
 def reward_weights(
-    rewards: Sequence[float] | np.ndarray,
-    kind: RewardWeight,
-    known: Sequence[bool] | None = None,
+    rewards: Sequence[float] | np.ndarray, known: Sequence[bool] | None = None
 ) -> np.ndarray:
     """Return w(r) of each sample, `[n]` float64, all positive (ReSpec, section 5.3.1: normalised and clipped).
 
-    none    1
-    reward  r divided by the mean; if some reward is negative, r minus the least one takes the place of r
-    rank    the rank from 1 to n, equal rewards sharing the mean of theirs, divided by the mean rank
-
-    Weights are clipped to [1 / CLIP, CLIP]. A sample that is not `known` (its reward failed) weighs 1 and does not
-    enter the mean. All weights are 1 if the known rewards are all equal.
+    w(r) is r divided by the mean, clipped to [1 / CLIP, CLIP]. If some reward is negative, r minus the least one takes
+    the place of r. A sample that is not `known` (its reward failed) weighs 1 and does not enter the mean. All weights
+    are 1 if the known rewards are all equal.
     """
     rated = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
     weights = np.ones(len(rewards))
     r = np.asarray(rewards, np.float64)[rated]
-    if kind == "none" or not len(r) or r.min() == r.max():
+    if not len(r) or r.min() == r.max():
         return weights
-    if kind == "rank":
-        _, which, counts = np.unique(r, return_inverse=True, return_counts=True)
-        last = counts.cumsum()
-        value = (last - (counts - 1) / 2)[which]
-    else:
-        value = r - min(0.0, r.min())
+    value = r - min(0.0, r.min())
     weights[rated] = np.clip(value / value.mean(), 1 / CLIP, CLIP)
     return weights

@@ -109,7 +109,6 @@ def test_weights_of_samples_follow_the_rewards_of_the_whole_rollout():
     """Each data-parallel rank holds a part of the samples, in its own order, and the rewards of all."""
     data = {"raw_reward": [0.0, 1.0, 3.0, 4.0], "partition": [3, 0], "total_lengths": [5, 5]}
     assert sample_weights(data, "reward") == pytest.approx([2.0, 0.25])
-    assert sample_weights(data, "rank") == pytest.approx([1.6, 0.4])
     assert sample_weights({"total_lengths": [5, 5]}, "none") == [1.0, 1.0]
 
 

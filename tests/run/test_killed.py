@@ -27,7 +27,7 @@ SEVERAL = {"train__updates_per_rollout": 2}
 PARTIAL = {"rollout__partial": 1, "rollout__max_new_tokens": 48}
 ADAPTIVE = {"spec__mode": "adaptive", "algorithm__tis_clip": 0}
 RECORD = {"train__record_gib": 1}
-BUFFER = {"drafter__replay": "uniform", "drafter__reward_weight": "rank"}
+BUFFER = {"drafter__replay": "uniform", "drafter__reward_weight": "reward"}
 # SGLang's log-probs depend in their last bits on what is decoded together, and so on time.
 SGLANG = {"rollout__engine": "sglang", "rollout__engines": 2, "algorithm__tis_clip": 0}
 SAME_POLICY = {

@@ -137,7 +137,7 @@ SEVERAL |= {"train__eval_prompts": 1, "train__tokens_per_micro_batch": 256, "opt
     "options",
     [
         {"train__updates_per_rollout": 4, "rollout__staleness": 1, "drafter__share": 0.5},
-        {"drafter__replay": "uniform", "drafter__reward_weight": "rank", "rollout__staleness": 1},
+        {"drafter__replay": "uniform", "drafter__reward_weight": "reward", "rollout__staleness": 1},
         {"drafter__overlap": "true", "drafter__update_every": 2, "algorithm__old_logprobs": "engine"},
     ],
     ids=["ahead", "buffer", "overlap"],

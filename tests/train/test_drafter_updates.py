@@ -6,25 +6,23 @@ from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
 
 
 @pytest.mark.parametrize(
-    ("kind", "rewards", "expected"),
+    ("rewards", "expected"),
     [
-        ("none", [0, 1, 5], [1, 1, 1]),
-        ("reward", [1, 3], [0.5, 1.5]),
-        ("reward", [0, 0, 3], [0.25, 0.25, 3]),  # 0 clipped to 1/4
-        ("reward", [-1, 1], [0.25, 2]),  # 0 and 2 above the least, over their mean
-        ("reward", [0, 0, 0, 0, 9], [0.25, 0.25, 0.25, 0.25, 4]),
-        ("rank", [7, 7, 9, 1], [1, 1, 1.6, 0.4]),
-        ("reward", [], []),
+        ([1, 3], [0.5, 1.5]),
+        ([0, 0, 3], [0.25, 0.25, 3]),  # 0 clipped to 1/4
+        ([-1, 1], [0.25, 2]),  # 0 and 2 above the least, over their mean
+        ([0, 0, 0, 0, 9], [0.25, 0.25, 0.25, 0.25, 4]),
+        ([], []),
     ],
 )
-def test_weights_of_rewards(kind, rewards, expected):
-    assert reward_weights(rewards, kind).tolist() == pytest.approx(expected)
+def test_weights_of_rewards(rewards, expected):
+    assert reward_weights(rewards).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["reward", "rank"])
-def test_a_failed_reward_weighs_one_and_enters_no_mean(kind):
-    weights = reward_weights([1, 99, 3], kind, known=[True, False, True])
-    assert weights.tolist() == [*reward_weights([1, 3], kind)[:1], 1, *reward_weights([1, 3], kind)[1:]]
+def test_a_failed_reward_weighs_one_and_enters_no_mean():
+    weights = reward_weights([1, 99, 3], known=[True, False, True])
+    first, last = reward_weights([1, 3])
+    assert weights.tolist() == [first, 1, last]
 
 
 def played(rule, steps):

@@ -61,7 +61,7 @@ class OnlineLearner(DrafterSchedule):
             return None
         rewards = [sample.reward for sample in samples]
         known = [not failed(sample) for sample in samples]
-        by_sample = reward_weights(rewards, options.reward_weight, known)
+        by_sample = reward_weights(rewards, known)
         weights = []
         for sample, weight in zip(samples, by_sample, strict=True):
             weights.append(np.full(len(sample.tokens), weight, np.float32))

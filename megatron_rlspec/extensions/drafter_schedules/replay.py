@@ -1,8 +1,8 @@
 """A bounded buffer of rollouts, from which the drafter learns again. Numpy only.
 
-It keeps tokens, mask and log-probabilities (9 bytes a token), the reward, the versions of the policy and the accepted
-drafts. It keeps no hidden states: today's policy computes them again when the drafter learns. Stored ones would be of
-an older policy than today's output layer, and take 2 bytes times the hidden size for every token.
+It keeps tokens, mask and log-probabilities (9 bytes a token), the reward and the versions of the policy. It keeps no
+hidden states: today's policy computes them again when the drafter learns. Stored ones would be of an older policy than
+today's output layer, and take 2 bytes times the hidden size for every token.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
-Draw = Literal["newest", "uniform", "reward", "disagreement"]
+Draw = Literal["newest", "uniform", "reward"]
 LEAST = 16  # tokens that a sample counts: the Python objects around its arrays take about 1.6 KB
 
 
 class ReplayBuffer:
     """Samples of past rollouts, the oldest first; `add` drops the oldest ones beyond the bound.
 
-    max_tokens  bound, of which a sample counts `LEAST` at least; the newest sample stays in any case. A token takes at
-                most 9 bytes and 128 for an accepted span, so the memory is at most 265 bytes times this
+    max_tokens  bound, of which a sample counts `LEAST` at least; the newest sample stays in any case
     tokens      now held, counted so
     """
 
@@ -58,10 +57,9 @@ class ReplayBuffer:
     def draw(self, by: Draw, seed: Sequence[int]) -> list[Sample]:
         """Return different samples, of together at most as many tokens as the last `add` holds, but at least one.
 
-        newest        the newest ones, the newest first
-        uniform       every sample is as likely
-        reward        as likely as `reward_weights` of kind reward
-        disagreement  as likely as the share of its tokens that engines drafted wrongly or not at all, at least 0.05
+        newest   the newest ones, the newest first
+        uniform  every sample is as likely
+        reward   as likely as `reward_weights`
 
         Nothing if the buffer is empty. The draw depends on the buffer and the seed only, so all ranks and a resumed run
         draw alike. Without replacement in proportion to weights: Efraimidis and Spirakis, 2006.
@@ -73,8 +71,11 @@ class ReplayBuffer:
         tokens = sum(len(sample.tokens) for sample in newest)
         order = np.arange(len(samples))[::-1]
         if by != "newest":
-            noise = np.random.default_rng(list(seed)).gumbel(size=len(samples))
-            keys = np.log(_likelihood(samples, by)) + noise
+            keys = np.random.default_rng(list(seed)).gumbel(size=len(samples))
+            if by == "reward":
+                known = [not failed(sample) for sample in samples]
+                weights = reward_weights([sample.reward for sample in samples], known)
+                keys += np.log(weights)
             order = np.argsort(-keys, kind="stable")
         chosen: list[Sample] = []
         for index in order.tolist():
@@ -118,20 +119,7 @@ def _compact(sample: Sample) -> Sample:
         tokens=tokens,
         loss_mask=sample.loss_mask != 0,
         behaviour_logprobs=sample.behaviour_logprobs.astype(np.float32),
+        accepted_spans=(),
         text="",
         metadata=metadata,
     )
-
-
-def _likelihood(samples: Sequence[Sample], by: Draw) -> np.ndarray:
-    """Return positive weights of the samples, `[n]`."""
-    if by == "reward":
-        known = [not failed(sample) for sample in samples]
-        return reward_weights([sample.reward for sample in samples], "reward", known=known)
-    if by == "disagreement":
-        shares = []
-        for sample in samples:
-            accepted = sum(last - first for first, last in sample.accepted_spans)
-            shares.append(1 - accepted / max(len(sample.response), 1))
-        return np.maximum(shares, 0.05)
-    return np.ones(len(samples))

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from megatron_rlspec.cotrainer.fields import Sequences
-from megatron_rlspec.train.drafter_updates import RewardWeight, reward_weights
+from megatron_rlspec.train.drafter_updates import reward_weights
 
 
-def sample_weights(rollout_data: Mapping[str, Any], kind: RewardWeight) -> list[float]:
+def sample_weights(rollout_data: Mapping[str, Any], kind: str) -> list[float]:
     """Return the drafter's weight of each sample of this data-parallel rank, by its reward.
 
     slime hands every rank the rewards of the whole rollout (`raw_reward`), so all ranks divide by one mean.
     """
     if kind == "none":
         return [1.0] * len(rollout_data["total_lengths"])
-    weights = reward_weights(rollout_data["raw_reward"], kind)
+    weights = reward_weights(rollout_data["raw_reward"])
     return [float(weights[i]) for i in rollout_data["partition"]]
 
 

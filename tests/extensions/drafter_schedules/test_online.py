@@ -21,12 +21,12 @@ from megatron_rlspec.train.drafter_updates import reward_weights
 # verified, and so on the drafts.
 COMMON = {"rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0, "train__save_every": 0}
 COMMON |= {"train__steps": 3, "spec__num_steps": 3, "drafter__lr": 0.02, "drafter__warmup_steps": 0}
-REPLAYING = {"drafter__overlap": "true", "drafter__replay": "disagreement", "drafter__replay_tokens": 400}
+REPLAYING = {"drafter__overlap": "true", "drafter__replay": "reward", "drafter__replay_tokens": 400}
 LEARNERS = {
     "every": {},
     "none": {"drafter__train": "false"},
     "every-2": {"drafter__update_every": 2},
-    "by-rank": {"drafter__loss": "ce", "drafter__reward_weight": "rank", "drafter__share": 0.5},
+    "by-reward": {"drafter__loss": "ce", "drafter__reward_weight": "reward", "drafter__share": 0.5},
     "overlap": {"drafter__overlap": "true"},
     "overlap-2": {"drafter__overlap": "true", "drafter__replay": "uniform", "drafter__update_every": 2},
 }
@@ -103,8 +103,8 @@ def test_the_learners_differ(runs):
 
 def test_records_say_when_the_drafter_was_updated(runs):
     assert column(runs / "every-2", "drafter/updated") == [1, 0, 1]
-    assert column(runs / "by-rank", "drafter/updated") == [1, 1, 1]
-    tokens = [column(runs / name, "drafter/tokens_1") for name in ("every", "by-rank")]
+    assert column(runs / "by-reward", "drafter/updated") == [1, 1, 1]
+    tokens = [column(runs / name, "drafter/tokens_1") for name in ("every", "by-reward")]
     # small steps teach all samples unless `drafter.share` is a number
     assert all(whole > part for whole, part in zip(*tokens, strict=True))
     assert [x is not None for x in column(runs / "every-2", "drafter/grad_norm")] == [True, False, True]
@@ -136,7 +136,7 @@ def step_and_oracle(loss, temperature):
     chosen = samples(5)
     for i, sample in enumerate(chosen):
         sample.reward = float(i)
-    weights = reward_weights([sample.reward for sample in chosen], "reward")
+    weights = reward_weights([sample.reward for sample in chosen])
     (batch,) = pack(chosen, depth=3, tokens_per_micro_batch=400, drafter_weights=weights)
     outputs, found = [], []
     own_student = trainer.drafter_step.student

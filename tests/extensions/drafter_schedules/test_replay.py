@@ -8,7 +8,7 @@ from megatron_rlspec.extensions.drafter_schedules.replay import ReplayBuffer
 from megatron_rlspec.types import Group, Prompt, Sample
 
 
-def sample(i, length=20, reward=0.0, spans=(), **metadata):
+def sample(i, length=20, reward=0.0, **metadata):
     tokens = np.arange(length, dtype=np.int64) + i
     mask = (np.arange(length) >= 5).astype(np.float32)
     return Sample(
@@ -18,7 +18,6 @@ def sample(i, length=20, reward=0.0, spans=(), **metadata):
         mask,
         -mask,
         policy_versions=((7, 0, length - 5),),
-        accepted_spans=tuple(spans),
         reward=reward,
         text="a long text",
         metadata=metadata,
@@ -53,15 +52,14 @@ def test_a_draw_has_as_many_tokens_as_the_last_rollout():
     assert len(buffer.draw("uniform", (0,))) == 1  # at least one, even if it is longer
 
 
-@pytest.mark.parametrize("by", ["uniform", "reward", "disagreement"])
+@pytest.mark.parametrize("by", ["uniform", "reward"])
 def test_draws_follow_their_weights_and_depend_on_the_seed_only(by):
-    # Sample 0 has reward 3 and no accepted draft, sample 1 reward 1 and ten accepted drafts of 15 tokens.
-    both = [sample(0, reward=3.0), sample(1, reward=1.0, spans=[(0, 10)])]
+    both = [sample(0, reward=3.0), sample(1, reward=1.0)]
     buffer = ReplayBuffer(10**6)
     for one in both:  # so that a draw has one sample
         buffer.add([one])
     first = [ids(buffer.draw(by, (1, n)))[0] for n in range(2000)]
-    expected = {"uniform": 1 / 2, "reward": 3 / 4, "disagreement": 15 / 20}[by]
+    expected = {"uniform": 1 / 2, "reward": 3 / 4}[by]
     assert np.mean(np.array(first) == 0) == pytest.approx(expected, abs=0.03)
     assert first[:50] == [ids(buffer.draw(by, (1, n)))[0] for n in range(50)]
     buffer.clear()
@@ -71,12 +69,12 @@ def test_draws_follow_their_weights_and_depend_on_the_seed_only(by):
 
 def test_a_checkpoint_restores_the_buffer_and_its_draws():
     former, later = ReplayBuffer(200), ReplayBuffer(200)
-    former.add([sample(i, reward=float(i), spans=[(0, i % 7 + 1)]) for i in range(12)])
+    former.add([sample(i, reward=float(i)) for i in range(12)])
     former.add([sample(i, 30, reward_error="timeout") for i in (12, 13)])
     later.restore(wire.decode(wire.encode(former.groups()), list[Group]))
     assert wire.encode(later.groups()) == wire.encode(former.groups())
     assert (later.tokens, later.newest) == (former.tokens, former.newest)
-    for by in ("newest", "uniform", "reward", "disagreement"):
+    for by in ("newest", "uniform", "reward"):
         assert ids(later.draw(by, (3,))) == ids(former.draw(by, (3,)))
     assert ReplayBuffer(200).groups() == []
     (stored,) = [s for s in later.draw("newest", (0,)) if s.request_id == "s13"]
