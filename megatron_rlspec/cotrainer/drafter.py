@@ -41,6 +41,7 @@ from megatron_rlspec.train.drafter_step import (
     DrafterStep,
     prediction_of,
     training_temperature,
+    walked,
 )
 from megatron_rlspec.train.drafter_updates import EverySteps
 from megatron_rlspec.train.model import (
@@ -192,8 +193,9 @@ class DrafterTraining:
             metrics["drafter_skipped"] = float(not updated)
         if not self._sums:
             return metrics
-        totals = sum_over_replicas(self._sums)
-        predicted = prediction_of(totals, self.objective.predicted_steps)
+        steps = self.objective.predicted_steps
+        totals = sum_over_replicas(walked(self._sums, steps))
+        predicted = prediction_of(totals, steps)
         if updated and predicted is not None:
             self.predicted = predicted
             for k in predicted.steps:

@@ -84,10 +84,10 @@ def walk(
     mask: Tensor,
     steps: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`.
+    """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`, on the CPU.
 
-    Return (reached, accepted) of `acceptance.Prediction`, `[K, D]` float64 each, on the device of `accept`: nothing
-    waits for a GPU. And the probability `[T]` that a round of the last step count starts at each position.
+    Return (reached, accepted) of `acceptance.Prediction`, `[K, D]` float64 each, and the probability `[T]` that a round
+    of the last step count starts at each position.
 
     `mask[t, d]` is 1 where depth d + 1 at t predicts a generated token (`drafter_targets`). Consecutive rows with a
     mask are one response, or one turn of it; the first of them starts a round. Drafts past its end are not counted.
@@ -128,7 +128,7 @@ def by_logq(logq: Tensor, accept: Tensor, reach: Tensor, mask: Tensor, starts: T
     reached = drafted * before
     accepted = reached * accept.detach().double()
     found = accept.new_zeros(1 + depth, 2, BINS, dtype=torch.float64)
-    places = torch.arange(1, 1 + depth, device=logq.device) * (2 * BINS)
+    places = torch.arange(1, 1 + depth) * (2 * BINS)
     for place, of, counts in ((0, logq, (reached, accepted)), (places, chain, (drafted, accepted))):
         share = (of.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).double().sqrt().sqrt()
         bins = ((1 - share) * (BINS - 0.01)).long() + place
@@ -138,60 +138,19 @@ def by_logq(logq: Tensor, accept: Tensor, reach: Tensor, mask: Tensor, starts: T
 
 
 def _round_starts(inside: Tensor, carried: Tensor) -> Tensor:
-    """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`."""
-    index = torch.arange(len(inside), device=carried.device)
-    if not len(index):
+    """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`.
+
+    The probability s_t of a start is 1 at the first position of a response, and else the sum over j of s_{t-1-j} times
+    the probability that a round from t - 1 - j accepts j drafts: a banded triangular system, which LAPACK solves.
+    """
+    positions, size = carried.shape
+    if not positions:
         return carried.new_zeros(0)
+    index = torch.arange(positions)
     inside_before = pad(inside, (1, 0))[:-1]
     begins = inside & ~inside_before
     first = torch.where(begins, index, 0).cummax(0).values
     offset = index - first
-    if carried.device.type == "cpu":
-        starts = _solved(offset, carried)
-    else:
-        starts = _scanned(offset, carried)
-    return starts.masked_fill(~inside, 0)
-
-
-def _scanned(offset: Tensor, carried: Tensor) -> Tensor:
-    """Return the starts `[T]` without waiting for a device; `offset [T]`: positions since a response began.
-
-    Let v_t[j] be the probability of a start at t + j, 0 <= j <= k. At the first position of a response it is (1, 0,
-    ...), and v_{t+1} = v_t A_t: row 0 of A_t is the distribution of drafts accepted by a round from t, the other rows
-    shift v by one. All products of A from a response's first position on come from one scan over doubling strides.
-    """
-    positions, size = carried.shape
-    identity = torch.eye(
-        size,
-        dtype=carried.dtype,
-        device=carried.device,
-    )
-    shifted = identity.roll(-1, 1)
-    step = shifted.expand(positions, size, size).clone()
-    all_accepted = carried[:, -1:]
-    ended_before = carried[:, :-1] - carried[:, 1:]
-    step[:, 0] = torch.cat([ended_before, all_accepted], 1)
-    has_step = offset > 0
-    step_before = step.roll(1, 0)
-    product = torch.where(has_step[:, None, None], step_before, identity)
-    stride = 1
-    while stride < positions:
-        later = product[stride:]
-        longer = torch.bmm(product[:-stride], later)
-        is_longer = offset[stride:] >= stride
-        rest = torch.where(is_longer[:, None, None], longer, later)
-        product = torch.cat([product[:stride], rest])
-        stride *= 2
-    return product[:, 0, 0]
-
-
-def _solved(offset: Tensor, carried: Tensor) -> Tensor:
-    """Return the same by LAPACK's solver for banded triangular matrices: on a CPU a tenth of the scan's time.
-
-    The probability s_t of a start is 1 at `offset` 0, and else the sum over j of s_{t-1-j} times the probability that
-    a round from t - 1 - j accepts j drafts.
-    """
-    positions, size = carried.shape
     # row i, column u: entry (u + i, u) of the matrix
     band = torch.ones(size + 1, positions, dtype=carried.dtype)
     changes = carried[:, 1:] - carried[:, :-1]
@@ -202,6 +161,6 @@ def _solved(offset: Tensor, carried: Tensor) -> Tensor:
         within = offset[ahead:] >= ahead  # a round ends with its response
         diagonal = band[ahead, : len(within)]
         diagonal.masked_fill_(~within, 0)
-    begins = (offset == 0).double()
-    starts, _ = dtbtrs(band.numpy(), begins.numpy(), uplo="L")
-    return torch.from_numpy(starts)
+    response_begins = (offset == 0).double()
+    starts, _ = dtbtrs(band.numpy(), response_begins.numpy(), uplo="L")
+    return torch.from_numpy(starts).masked_fill(~inside, 0)

@@ -193,7 +193,7 @@ class DrafterStep:
         return targets.seeds.repeat(depth), keys
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> Sums:
-        """Compute the gradients of a micro-batch, if they are enabled. Returns sums for `means` and `prediction_of`.
+        """Compute the gradients of a micro-batch, if they are enabled. Returns sums, for `walked` and then `means`.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
                 teacher's logits are computed; None if `student.observe` has received every row
@@ -205,7 +205,7 @@ class DrafterStep:
         loss, metrics = student.finish()
         sums: Sums = {}
         if student.rows is not None:
-            sums |= self._predict(student, targets)
+            sums[_TABLE] = self._predict(student, targets)
         sums |= {f"drafter/{name}": value for name, value in metrics.items()}
         sums["drafter/objective"] = loss.detach()
         if loss.requires_grad:
@@ -218,10 +218,10 @@ class DrafterStep:
         self.learner.finalize()
         return self.learner.step()
 
-    def _predict(self, student: Student, targets: DrafterTargets) -> Sums:
-        """Sum predicted acceptance over the positions of this micro-batch where a round may start.
+    def _predict(self, student: Student, targets: DrafterTargets) -> Tensor:
+        """Return what `walked` needs of this micro-batch's positions: accept, reach, log q and mask, `[T, D, 3F + 1]`.
 
-        Only the first rank of a context-parallel group counts them.
+        Only the first rank of a context-parallel group has rows.
         """
         objective = self.objective
         rows = student.kept_rows()
@@ -240,21 +240,43 @@ class DrafterStep:
         table = _of_all_context_ranks(table, targets)
         if ps.get_context_parallel_rank():
             table = table[:0]
-        steps = objective.predicted_steps
-        columns = [deepen(column, max(steps)) for column in table.unbind(2)]
-        mask = columns.pop()
-        factors = len(columns) // 3
-        found: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED}
-        for factor in range(factors):
-            accept, reach, logq = columns[factor::factors]
-            reached, accepted, starts = walk(accept, reach, mask, steps)
-            chances = by_logq(logq, accept, reach, mask, starts)
-            for name, value in zip(_PREDICTED, (reached, accepted, chances), strict=True):
-                found[name].append(value)
-        return {name: torch.stack(values) for name, values in found.items()}
+        return table
 
 
+_TABLE = "prediction/table"  # of a micro-batch, until `walked`
 _PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
+
+
+def walked(sums: Sequence[Sums], steps: tuple[int, ...]) -> list[Sums]:
+    """Return the sums of micro-batches, with the predicted acceptance in place of what `learn` left of the drafts.
+
+    The host follows the rounds, so it waits for the device, here and not in a micro-batch.
+    """
+    tables = [each[_TABLE] for each in sums if _TABLE in each]
+    if not tables:
+        return list(sums)
+    on_host = torch.cat(tables).cpu().split([len(table) for table in tables])
+    done = []
+    for each, table in zip(sums, on_host, strict=True):
+        found = {name: to_device(x, each[_TABLE].device) for name, x in _walk(table, steps).items()}
+        others = {name: x for name, x in each.items() if name != _TABLE}
+        done.append(found | others)
+    return done
+
+
+def _walk(table: Tensor, steps: tuple[int, ...]) -> Sums:
+    """Sum predicted acceptance over the rows of a micro-batch's table where a round may start."""
+    columns = [deepen(column, max(steps)) for column in table.unbind(2)]
+    mask = columns.pop()
+    factors = len(columns) // 3
+    found: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED}
+    for factor in range(factors):
+        accept, reach, logq = columns[factor::factors]
+        reached, accepted, starts = walk(accept, reach, mask, steps)
+        chances = by_logq(logq, accept, reach, mask, starts)
+        for name, value in zip(_PREDICTED, (reached, accepted, chances), strict=True):
+            found[name].append(value)
+    return {name: torch.stack(values) for name, values in found.items()}
 
 
 def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:

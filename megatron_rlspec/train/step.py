@@ -41,6 +41,7 @@ from megatron_rlspec.train.drafter_step import (
     objective_of,
     prediction_of,
     training_temperature,
+    walked,
 )
 from megatron_rlspec.train.model import (
     Policy,
@@ -179,7 +180,7 @@ class Trainer:
         losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run(batches, losses, forward_only=not train_policy)
         self._head_is_finite = None
-        self.totals = reduce_sums(sums)
+        self.totals = reduce_sums(walked(sums, self._steps))
         self.learn_prediction(prediction_of(self.totals, self._steps))
         metrics = means(self.totals)
         if train_policy:
@@ -243,7 +244,8 @@ class Trainer:
         finally:
             if self.drafter is not None:
                 self.drafter.depth = self.config.drafter.depth
-        prediction = prediction_of(reduce_sums(sums), tuple(steps))
+        totals = reduce_sums(walked(sums, tuple(steps)))
+        prediction = prediction_of(totals, tuple(steps))
         if prediction is None:
             return dict.fromkeys(steps, 1.0)
         self.sharpness = prediction.sharpness or self.sharpness

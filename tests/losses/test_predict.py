@@ -184,20 +184,6 @@ def test_against_every_path_of_a_short_sequence():
     assert found.accepted[0, 0] == pytest.approx(accepted)
 
 
-@pytest.mark.parametrize("lengths", [[1], [2], [9, 1, 2, 40, 5], [300, 3]])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_gpu_finds_the_rounds_that_a_cpu_finds(lengths, steps, monkeypatch):
-    """The scan of GPUs, whose parts all run on a CPU, against the solver of CPUs."""
-    g = torch.Generator().manual_seed(5)
-    mask = masks(lengths)
-    accept, reach = torch.rand(mask.shape, generator=g), torch.rand(mask.shape, generator=g)
-    solved = walk(accept, reach, mask, [steps])
-    played = walk(accept, reach.round(), mask, [steps])
-    monkeypatch.setattr(predict, "_solved", predict._scanned)
-    assert walk(accept, reach, mask, [steps]).reached == pytest.approx(solved.reached, rel=1e-12)
-    assert np.array_equal(walk(accept, reach.round(), mask, [steps]).reached, played.reached)
-
-
 def test_packing_order_and_neighbours_do_not_matter():
     g = torch.Generator().manual_seed(4)
     lengths = [40, 7, 1, 90, 3]

@@ -16,6 +16,8 @@ A_MICRO_BATCH: dict[str, int] = {}
 A_STEP = {
     # The next micro-batches need to know whether a weight is infinite. One answer serves all of them.
     "megatron_rlspec/losses/head.py:all_finite: item": 1,
+    # The host follows the rounds of the predicted acceptance. It waits for the sums next, so nothing is lost.
+    "megatron_rlspec/train/drafter_step.py:walked: copy to the CPU": 1,
     # The sums decide whether the policy may be updated (a loss that is not finite, a gap to the engines).
     "megatron_rlspec/train/objectives.py:sum_over_replicas: copy to the CPU": 1,
     # The norms of policy and drafter decide whether each is updated, and are metrics.
