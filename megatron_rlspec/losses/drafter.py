@@ -49,12 +49,12 @@ class Student:
     own [S, H]         an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
                        gradient
     finite, own_finite as in `VocabParallelHead`, for `weight` and `own`
-    keep_rows          keeps results of single rows for `kept_rows`
+    keep_rows          keeps results of single rows in `rows`
     noise              (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the labels'
                        device, for `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for
                        each of the F factors of `types.SHARPNESS`, in rows whose seed is not negative
 
-    Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`, or scalars without `groups`: `tokens`,
+    Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`: `tokens`,
     `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,
     q), which the acceptance of coupled drafts of sharpness 1 does not exceed) and `argmax_prob` (p(argmax q), the
     acceptance of argmax drafts). With `words` also `covered` (labels among them); `ce` then sums over these rows only.
@@ -115,7 +115,6 @@ class Student:
             seeds = seeds.index_select(0, rows)
             keys = keys.index_select(0, rows)
             self._noise = seeds, keys
-        self._scalar_metrics = groups is None
         learns = torch.is_grad_enabled()
         self._grad: Tensor | None = None
         if hidden.requires_grad and learns:
@@ -131,14 +130,17 @@ class Student:
             names += ["overlap", "argmax_prob"]
         if words is not None:
             names.append("covered")
-        self._metrics: Metrics = {}
-        for name in names:
-            self._metrics[name] = self._weight.new_zeros(num_groups)
+        self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
         self._learned = 0
-        # Results of single rows `[N]` for `losses/predict.py`; rows without a weight stay 0.
-        self.rows: Metrics | None = None
+        # Results of single rows for `losses/predict.py`, `[N]` or `[N, F]`; rows without a weight stay 0.
+        self.rows: Metrics = {}
         if keep_rows:
-            self.rows = {}
+            names = ["match", "label_logq", "best_logq"]
+            if kind != "ce":
+                names.append("argmax_prob")
+            self.rows = {name: self._weight.new_zeros(len(hidden)) for name in names}
+            if noise is not None:
+                self.rows["coupled"] = self._weight.new_zeros(len(hidden), len(SHARPNESS))
 
     def learn_labels(self) -> None:
         """Learn all rows by cross-entropy, without a teacher."""
@@ -209,21 +211,7 @@ class Student:
                 self._own,
                 self._own_grad,
             )
-        if self._scalar_metrics:
-            return total, {name: x[0] for name, x in self._metrics.items()}
         return total, self._metrics
-
-    def kept_rows(self) -> dict[str, Tensor]:
-        """Return the results of single rows, `[N]` or `[N, F]` by name; zeros for rows without a weight."""
-        if self.rows:
-            return self.rows
-        zeros = self._weight.new_zeros(len(self._source))
-        names = ("match", "argmax_prob", "label_logq", "best_logq")
-        rows = dict.fromkeys(names, zeros)
-        if self._noise is not None:
-            column = zeros[:, None]
-            rows["coupled"] = column.expand(-1, len(SHARPNESS))
-        return rows
 
     @torch.no_grad()
     def _learn(self, part: slice, teacher: Taught | PlainTeacher | None = None) -> None:
@@ -234,7 +222,7 @@ class Student:
         weight = self._weight[part]
         scales = weight / head.temperature
         rows = self._read(part, teacher)
-        best = rows.best()
+        best, best_logprob = rows.best()
         covered = torch.ones_like(weight)
         sums = {
             "tokens": torch.ones_like(weight),
@@ -245,11 +233,9 @@ class Student:
             sums["covered"] = covered
         ce = -rows.logprob * covered
         sums["ce"] = ce
-        if self.rows is not None:
-            logq = {"label_logq": -ce, "best_logq": rows.best_logprob}
-            self._store_rows(part, match=sums["match"], **logq)
-            if self._noise is not None:
-                self._store_rows(part, coupled=rows.coupled() * covered[:, None])
+        kept = {"match": sums["match"], "label_logq": -ce, "best_logq": best_logprob}
+        if self._noise is not None:
+            kept["coupled"] = rows.coupled() * covered[:, None]
         learns = self._grad is not None or self._own_grad is not None
         if teacher is None:
             loss = ce
@@ -261,10 +247,9 @@ class Student:
                 overlap, loss = rows.against_own(kind, self._groups[part] + 1, scales)
             else:
                 overlap, loss = rows.against(scales)
-            argmax_prob = teacher.logprob(best).exp()
-            sums |= {"overlap": overlap, "argmax_prob": argmax_prob}
-            if self.rows is not None:
-                self._store_rows(part, argmax_prob=argmax_prob)
+            of_teacher = {"overlap": overlap, "argmax_prob": teacher.logprob(best).exp()}
+            sums |= of_teacher
+            kept |= of_teacher
         self._total += (weight * loss).sum()
         if self._grad is not None:
             self._grad[part] = rows.back()
@@ -273,6 +258,8 @@ class Student:
         sums["loss"] = loss
         for name, x in sums.items():
             self._metrics[name].index_add_(0, self._groups[part], x)
+        for name, whole in self.rows.items():
+            whole.index_copy_(0, self._rows[part], kept[name])
         self._learned += len(weight)
 
     def _read(self, part: slice, teacher: Taught | PlainTeacher | None) -> FusedRows | PlainRows:
@@ -281,7 +268,7 @@ class Student:
         hidden = self._hidden[part]
         labels = self._labels[part]
         noise = None
-        if self._noise is not None and self.rows is not None:
+        if self._noise is not None:
             seeds, keys = self._noise
             noise = seeds[part], keys[part]
         if not self._fused:
@@ -289,15 +276,6 @@ class Student:
             return PlainRows(head, hidden, labels, teacher=teacher, noise=noise)
         assert not isinstance(teacher, PlainTeacher)
         return FusedRows(head, head.logits(hidden), labels, teacher=teacher, noise=noise)
-
-    def _store_rows(self, part: slice, **values: Tensor) -> None:
-        assert self.rows is not None
-        for name, x in values.items():
-            if name not in self.rows:
-                shape = (len(self._source), *x.shape[1:])
-                self.rows[name] = x.new_zeros(shape)
-            whole = self.rows[name]
-            whole.index_copy_(0, self._rows[part], x)
 
 
 class _Precomputed(torch.autograd.Function):

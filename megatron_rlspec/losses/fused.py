@@ -100,9 +100,9 @@ class FusedRows:
         sums = head.sum(torch.stack(parts))
         total, *second = sums.double()
         self.lse = peak.double() + total.log()
+        self._best_logprob = (peak.double() - self.lse).float()
         logprob = label.double() - self.lse
         self.logprob = logprob.float()
-        self.best_logprob = (peak.double() - self.lse).float()
         self.value = torch.zeros_like(label)
         if teacher is not None:
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/plain.py`.
@@ -116,10 +116,10 @@ class FusedRows:
             value = second[0] / total - total.log()
             self.value = -value.float()
 
-    def best(self) -> Tensor:
-        """Return the ids `[C]` of the largest logits; of equal ones the lowest id."""
+    def best(self) -> tuple[Tensor, Tensor]:
+        """Return the ids `[C]` of the largest logits, of equal ones the lowest id, and log q of them."""
         ids = self._head.ids_of(self._here.best)
-        return self._head.best(self._here.peak, ids)
+        return self._head.best(self._here.peak, ids), self._best_logprob
 
     def coupled(self) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""

@@ -193,7 +193,7 @@ class VocabParallelHead:
     def best(self, value: Tensor, best: Tensor) -> Tensor:
         """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id."""
         if self.group is not None:
-            best.masked_fill_(value < self.max(value), self.total)
+            best = best.masked_fill(value < self.max(value), self.total)
             dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
         return best
 

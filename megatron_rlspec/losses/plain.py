@@ -66,14 +66,10 @@ class PlainRows:
             logp = self.scores - self.lse[:, None]
             self.value = -head.sum((logp.exp() * logp).sum(-1))
 
-    def best(self) -> Tensor:
+    def best(self) -> tuple[Tensor, Tensor]:
         best = self._head.argmax(self.scores)
-        self._best_score = self._head.pick(self.scores, best)
-        return best
-
-    @property
-    def best_logprob(self) -> Tensor:
-        return self._head.sum(self._best_score) - self.lse
+        score = self._head.pick(self.scores, best)
+        return best, self._head.sum(score) - self.lse
 
     @cached_property
     def _logq(self) -> Tensor:

@@ -28,7 +28,7 @@ def of_rows(
     *,
     sampled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (accept, reach), `[T, depth, F]`, from `Student.kept_rows` of a training step, `[depth * T]`, by depth.
+    """Return (accept, reach), `[T, depth, F]`, from `Student.rows` of a training step, `[depth * T]`, by depth.
 
     sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. Otherwise (greedy,
              top-p, top-k) this function does not know the distribution, and `accept` is `reach`
@@ -54,7 +54,7 @@ def of_rows(
 
 
 def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
-    """Return log q of the drafts, `[T, depth, F]`, from `Student.kept_rows`, by depth.
+    """Return log q of the drafts, `[T, depth, F]`, from `Student.rows`, by depth.
 
     A coupled draft that is not the label is taken to be the drafter's likeliest token, which it mostly is.
     """

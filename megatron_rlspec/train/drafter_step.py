@@ -204,7 +204,7 @@ class DrafterStep:
             student.learn_from(_of_all_context_ranks(hidden.detach(), targets))
         loss, metrics = student.finish()
         sums: Sums = {}
-        if student.rows is not None:
+        if student.rows:
             sums[_TABLE] = self._predict(student, targets)
         sums |= {f"drafter/{name}": value for name, value in metrics.items()}
         sums["drafter/objective"] = loss.detach()
@@ -224,7 +224,7 @@ class DrafterStep:
         Only the first rank of a context-parallel group has rows.
         """
         objective = self.objective
-        rows = student.kept_rows()
+        rows = student.rows
         accept, reach = of_rows(rows, objective.depth, sampled=objective.sampled)
         logq = logq_of_rows(rows, objective.depth)
         trained = torch.stack([w != 0 for w in targets.weight], 1)

@@ -106,7 +106,6 @@ class Trainer:
         self.sharpness: float | None = None  # of coupled drafts, as measured last
         self._steps = self._objective.predicted_steps if config.drafter.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
-        self._head_is_finite: bool | None = None  # known during a step
         self.reference: Reference | None = None  # after `keep_reference`
         self.embedding: Tensor | None = None
         self.refresh_embedding()
@@ -175,11 +174,10 @@ class Trainer:
         if self.drafter is not None and self.drafter_step is not None and train_drafter:
             self.drafter.train()
             self.drafter_step.begin()
-        if self.last_stage:
-            self._head_is_finite = all_finite(self.policy.head_weight())
-        losses = partial(self._losses, objective, train_policy, train_drafter)
+        # one wait for a GPU, in place of one in each micro-batch
+        finite = all_finite(self.policy.head_weight()) if self.last_stage else None
+        losses = partial(self._losses, objective, train_policy, train_drafter, finite)
         sums = self.run(batches, losses, forward_only=not train_policy)
-        self._head_is_finite = None
         self.totals = reduce_sums(walked(sums, self._steps))
         self.learn_prediction(prediction_of(self.totals, self._steps))
         metrics = means(self.totals)
@@ -306,9 +304,9 @@ class Trainer:
 
         return self.run(batches, loss, forward_only=True)
 
-    def output_layer(self, temperature: float) -> OutputLayer:
-        """Return the policy's output layer on this rank of the last stage, at a temperature."""
-        return OutputLayer(self.policy.head_weight(), temperature, self._head_is_finite)
+    def output_layer(self, temperature: float, finite: bool | None = None) -> OutputLayer:
+        """Return the policy's output layer on this rank of the last stage, at a temperature; `finite`: if known."""
+        return OutputLayer(self.policy.head_weight(), temperature, finite)
 
     def _layout(self) -> dict[str, Any]:
         """Return what must be equal between a checkpoint and the run that resumes from it."""
@@ -335,6 +333,7 @@ class Trainer:
         objective: str,
         train_policy: bool,
         train_drafter: bool,
+        finite: bool | None,
         batch: PackedBatch,
         packed: PackedSequences,
         hidden: Tensor,
@@ -343,7 +342,7 @@ class Trainer:
         hidden = hidden[:, 0]
         # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
         temperature = 1.0 if objective == "sft" and train_policy else self.temperature
-        layer = self.output_layer(temperature)
+        layer = self.output_layer(temperature, finite)
         loss = hidden.new_zeros(())
         sums: Sums = {}
         step = self.drafter_step if train_drafter else None

@@ -89,7 +89,7 @@ def test_rows_kept_for_the_prediction():
     best = (case.hidden @ case.weight.t())[:, MIXED].argmax(-1)
     p = (case.teacher @ case.weight.t()).softmax(-1)
     for row, column in enumerate(best.tolist()):
-        assert_close(student.kept_rows()["argmax_prob"][row], p[row, MIXED[column]].detach())
+        assert_close(student.rows["argmax_prob"][row], p[row, MIXED[column]].detach())
 
 
 def in_worker(rank, kind, words):

@@ -203,7 +203,7 @@ def test_training_knows_which_coupled_drafts_are_the_label(words):
     student.learn_labels()
     student.finish()
     expected = (drafts == labels[:, None]) & (seeds >= 0)[:, None]
-    assert student.kept_rows()["coupled"].tolist() == expected.double().tolist()
+    assert student.rows["coupled"].tolist() == expected.double().tolist()
 
 
 def test_training_predicts_the_acceptance_of_the_formula():
@@ -219,7 +219,7 @@ def test_training_predicts_the_acceptance_of_the_formula():
     labels = draw(logp[at], seeds, keys)
     student = Student(hidden[at], weight, labels, torch.ones(n), temperature=2.0, keep_rows=True, noise=(seeds, keys))
     student.learn_labels()
-    predicted = student.kept_rows()["coupled"].mean(0).tolist()
+    predicted = student.rows["coupled"].mean(0).tolist()
     for seen, s in zip(predicted, SHARPNESS, strict=True):
         q = (s * logq).softmax(-1).numpy()
         expected = np.mean([acceptance(*pair) for pair in zip(logp.exp().numpy(), q, strict=True)])
