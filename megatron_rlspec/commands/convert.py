@@ -11,7 +11,6 @@ from megatron_rlspec import arguments, files
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.convert import Conversion, convert, plan
 from megatron_rlspec.conversion.drafter_files import MOST_WORDS, make_drafter
-from megatron_rlspec.conversion.gguf_file import DTYPES
 from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.hf_files import CheckpointError, read_json
@@ -23,27 +22,20 @@ TOLD_EVERY = 10.0  # seconds between lines about progress
 def parser() -> arguments.Parser:
     p = arguments.Parser(
         prog="rlspec convert",
-        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; GGUF -> either; a run's "
-        "checkpoint -> Hugging Face. Any "
-        "TP/PP/EP may have written a Megatron checkpoint, and any may read it.",
+        description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; a run's checkpoint -> "
+        "Hugging Face. Any TP/PP/EP may have written a Megatron checkpoint, and any may read it.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
         first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3"),
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
-        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf | rlspec convert model.gguf model --add-mtp",
+        "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
     )
     p.add_argument(
         "source",
-        help="Hugging Face or Megatron directory (with its tracker file, or one step), RUN/checkpoints/step-N, "
-        "or a .gguf file",
+        help="Hugging Face or Megatron directory (with its tracker file, or one step), or RUN/checkpoints/step-N",
     )
     p.add_argument("target", help="directory to write; it must not exist")
     p.add_argument(
-        "--to", choices=("hf", "megatron"), help="default: the other kind than the source; GGUF: hf"
-    )
-    p.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="dequantise a GGUF file to this type (default bfloat16)",
+        "--to", choices=("hf", "megatron"), help="default: the other kind than the source"
     )
     p.add_argument(
         "--hf",
@@ -79,7 +71,7 @@ def parser() -> arguments.Parser:
         help="layer specs that will read it (default te)",
     )
     p.needs("--add-eagle3", "--draft-vocabulary")
-    p.excludes("--add-eagle3", "--to --dtype --hf --add-mtp --drop-mtp --spec")
+    p.excludes("--add-eagle3", "--to --hf --add-mtp --drop-mtp --spec")
     p.excludes("--add-mtp", "--drop-mtp")
     return p
 
@@ -110,7 +102,6 @@ def _convert(options: argparse.Namespace) -> None:
         add_mtp=options.add_mtp,
         drop_mtp=options.drop_mtp,
         spec=options.spec,
-        dtype=options.dtype or "",
     )
     if is_run_checkpoint(work.source):
         _check_model(work)

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron_rlspec import files
-from megatron_rlspec.conversion import gguf_file, run_checkpoint
+from megatron_rlspec.conversion import run_checkpoint
 from megatron_rlspec.conversion.drafter_files import build_drafter, words
 from megatron_rlspec.conversion.torch_dist import (
     TRACKER,
@@ -159,8 +158,6 @@ class Conversion:
     tensors: Mapping[str, Tensor]
     small_files: Path
     fresh_drafter: bool
-    # `small_files` of a GGUF source; removed with this object
-    temporary: TemporaryDirectory[str] | None = None
     eagle3: SavedEagle3 | None = None
 
     @cached_property
@@ -182,7 +179,6 @@ def plan(
     add_mtp: bool = False,
     drop_mtp: bool = False,
     spec: Literal["te", "local"] = "te",
-    dtype: str = "",
 ) -> Conversion:
     """Read the source and plan the conversion. Raises CheckpointError, FileError or ValueError, each with one line.
 
@@ -191,25 +187,16 @@ def plan(
               this converter left beside the checkpoint. Of a run's checkpoint: the model that the run started from
     drop_mtp  leave the drafter out
     spec      the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
-    dtype     of the tensors of a GGUF source, default bfloat16; other sources keep theirs
     """
     source = Path(source)
     target = Path(target)
     changed = add_mtp or drop_mtp
     kind, to = _kinds(source, to or ("hf" if drop_mtp else None), changed=changed)
-    if dtype and kind != "gguf":
-        raise ValueError(f"--dtype {dtype}: {source} is no GGUF file; its tensors keep their types")
     if kind == "run" and (add_mtp or to != "hf"):
         raise ValueError(f"{source} is a run's checkpoint: expected --to hf, without --add-mtp")
-    dtype = dtype or "bfloat16"
     files.check_new_directory(target)
-    temporary = drafter_directory = header = layout = eagle3 = None
-    if kind == "gguf":
-        header = gguf_file.read_header(source)
-        temporary = TemporaryDirectory(prefix="rlspec-gguf-")
-        small_files = Path(temporary.name)
-        gguf_file.write_small_files(source, header, small_files, dtype)
-    elif hf:
+    drafter_directory = layout = eagle3 = None
+    if hf:
         small_files = Path(hf)
     elif kind == "run":
         small_files, drafter_directory = run_checkpoint.model_of(source)
@@ -243,9 +230,7 @@ def plan(
     table = name_table(config, spec)
     read_as = source_table if drop_mtp else table
     tensors: Mapping[str, Tensor]
-    if header is not None:
-        tensors = fused(source_table, gguf_file.read_tensors(source, header, described, dtype))
-    elif kind == "hf":
+    if kind == "hf":
         check_model(source, "convert", drafter=not changed, tokenizer=False)
         tensors = fused(source_table, read_hf(source)[1])
     elif layout is not None:
@@ -268,25 +253,21 @@ def plan(
             )
     if add_mtp:
         tensors = with_fresh_drafter(table, tensors)
-    return Conversion(
-        source, target, to, table, config, tensors, small_files, add_mtp, temporary, eagle3
-    )
+    return Conversion(source, target, to, table, config, tensors, small_files, add_mtp, eagle3)
 
 
-def _kinds(
-    source: Path, to: Kind | None, *, changed: bool
-) -> tuple[Kind | Literal["gguf", "run"], Kind]:
+def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Literal["run"], Kind]:
     """Return the kinds of source and target. Raises CheckpointError or ValueError.
 
     changed  a drafter is added or left out, so source and target may be of one kind
     """
-    if gguf_file.is_gguf(source):
-        return "gguf", to or "hf"
+    if source.suffix.lower() == ".gguf":
+        raise CheckpointError(
+            f"{source}: GGUF is not read; tools/gguf_to_hf.py of the repository makes a Hugging Face directory of it"
+        )
     if not source.is_dir():
         what = "not a directory" if source.exists() else "no such directory"
-        raise CheckpointError(
-            f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint, or a .gguf file"
-        )
+        raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint")
     if run_checkpoint.is_run_checkpoint(source):
         return "run", to or "hf"
     if (source / "checkpoints").is_dir():
@@ -390,8 +371,6 @@ def _build_eagle3(drafter: SavedEagle3, work: Conversion) -> Path:
 
 
 def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
-    if kind == "gguf":
-        return False
     if kind == "hf":
         tensors = read_hf(source)[1]
         return any(name in tensors for name in family.drafter_names)

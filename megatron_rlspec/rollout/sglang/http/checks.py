@@ -49,7 +49,7 @@ def check(options: argparse.Namespace) -> None:
     if not (Path(options.model) / "config.json").is_file():
         raise ConfigError(
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
-            "`rlspec convert` makes one of a Megatron checkpoint or a .gguf file"
+            "`rlspec convert` makes one of a Megatron checkpoint"
         )
     _check_effects(options)
     _check_model(options)
