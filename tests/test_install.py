@@ -170,8 +170,7 @@ def test_every_lock_meets_the_packages_requirements():
     bare = {canonicalize_name(wanted.name): wanted for wanted in asked(PROJECT["dependencies"])}
     extras = PROJECT["optional-dependencies"]
     gpu = {canonicalize_name(wanted.name): wanted for wanted in asked(extras["train"] + extras["engine"])}
-    tasks = {canonicalize_name(wanted.name): wanted for wanted in asked(extras["tasks"])}
-    for lock, wanted in (("gpu.txt", bare | gpu), ("cpu.txt", bare | gpu), ("tasks.txt", tasks)):
+    for lock, wanted in (("gpu.txt", bare | gpu), ("cpu.txt", bare | gpu)):
         pinned = pins(lock)
         for name, requirement in wanted.items():
             (exact,) = pinned[name].specifier

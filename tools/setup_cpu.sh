@@ -79,7 +79,7 @@ failed=$(.venv/bin/python -c 'import torch' 2>&1) || stop "torch does not load: 
 if command -v "${CC:-cc}" >/dev/null; then
     install "$(packages requirements/tasks.txt)" -r requirements/tasks.txt
 else
-    echo "setup: no C compiler (${CC:-cc}), so reasoning_gym is left out; only data.path=reasoning_gym:TASK and its tests need it"
+    echo "setup: no C compiler (${CC:-cc}), so reasoning_gym is left out; only examples/reasoning_gym and its tests need it"
 fi
 install 1 --no-build-isolation -e .
 touch "$stamp"

@@ -25,7 +25,7 @@ class DataConfig(Section):
     path: Files = Field(
         "",
         description="training prompts: .jsonl, .json, .parquet, .arrow or .csv files, or patterns of names, with "
-        "commas between; a data set on the Hub, NAME?split=train&OPTION=VALUE; or reasoning_gym:TASK?OPTION=VALUE",
+        "commas between; or a data set on the Hub, NAME?split=train&OPTION=VALUE",
     )
     eval_path: Files = Field("", description="held-out prompts, as for path; empty: no evaluation")
     eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(

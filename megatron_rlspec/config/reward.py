@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Seconds, Section
 
-BUILT_IN = ("exact", "math", "reasoning_gym")
+BUILT_IN = ("exact", "math")
 KINDS = f"{', '.join(BUILT_IN)}, FILE.py:function, module:function or an http(s) address"
 SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float | dict"
 
@@ -21,10 +21,9 @@ class RewardConfig(Section):
     kind: Name = Field(
         "exact",
         description="FILE.py:function or module:function of yours; exact: response (or what follows its last #) equals "
-        f"the label; math: equal as mathematics; the function is called as {SIGNATURE}; reasoning_gym: the task's own "
-        "score of what stands in <answer></answer>, else of the whole response; an http(s) address gets the four as "
-        'JSON by POST; both return a number or {"reward": number, NAME: number}, recorded as rollout/reward_NAME. In '
-        "Python also a function",
+        f"the label; math: equal as mathematics; the function is called as {SIGNATURE}; an http(s) address gets "
+        'the four as JSON by POST; both return a number or {"reward": number, NAME: number}, recorded as '
+        "rollout/reward_NAME. In Python also a function",
     )
     timeout_seconds: Annotated[Seconds, Needs("reward.kind!=exact")] = Field(
         10.0, description="time limit for one sample; past it the reward has failed"

@@ -163,11 +163,6 @@ def build(kind: str, limit: float) -> Reward:
         # imports the library and builds its parsers before the first sample
         math_reward("", "1", "1", {})
         return math_reward
-    if kind == "reasoning_gym":
-        import reasoning_gym  # noqa: F401  takes seconds: before the first sample
-        from megatron_rlspec import reasoning_gym as environments
-
-        return environments.score
     if kind.startswith(("http://", "https://")):
         return http_reward(kind, limit)
     return named_function(kind)

@@ -38,7 +38,6 @@ class Scorer:
     `options.kind` is one of
     exact            1 if `Sample.text` equals the label, or if the texts after the last `#` of both are equal; else 0
     math             1 if math-verify finds text and label equal; else 0
-    reasoning_gym    the score of the task that the prompt comes from (`reasoning_gym.score`)
     module:function  called as function(prompt=..., response=..., label=..., metadata=...), and with response_tokens (a
                      list of ids) and truncated (bool) if its signature names them. Imported from the working directory
     http(s)://...    receives the first four values as a JSON object by POST

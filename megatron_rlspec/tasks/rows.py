@@ -1,4 +1,4 @@
-"""Read the rows of JSON, Parquet, Arrow and CSV files, of data sets on the Hub, and of environments."""
+"""Read the rows of JSON, Parquet, Arrow and CSV files, and of data sets on the Hub."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from megatron_rlspec import files
-from megatron_rlspec import reasoning_gym as environments
 from megatron_rlspec.config.base import shown
 from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.texts import first_line
@@ -25,16 +24,12 @@ WHOLE = re.compile(r"-?\d+\.0")  # as pandas writes a whole number beside empty 
 def read_rows(source: str | Path) -> Rows:
     """Yield (place, row) of every row. The place is "file:line", or "source: row n" where there are no lines.
 
-    source  files, separated by commas, or patterns of their names; NAME?OPTION=VALUE of a data set on the Hub, with the
-            options of `datasets.load_dataset`; or an environment's
+    source  files, separated by commas, or patterns of their names; or NAME?OPTION=VALUE of a data set on the Hub, with
+            the options of `datasets.load_dataset`
 
-    Raises DataError, and FileError for what is no JSON and for an environment that cannot be used.
+    Raises DataError, and FileError for what is no JSON.
     """
-    source = str(source)
-    if environments.is_source(source):
-        yield from environments.rows(source)
-        return
-    for file in _files(source):
+    for file in _files(str(source)):
         reader = None if "?" in file else READERS.get(Path(file).suffix)
         if Path(file).is_dir():
             raise DataError(f"{file}: a directory; expected files, such as {file}/train-*.parquet")
