@@ -39,9 +39,8 @@ Limits of the table:
   needs `"tokenizer_class": "PreTrainedTokenizerFast"` there. Moonlight's tokenizer is Python code, which
   `model.trust_remote_code = true` runs. Experts of a layer in one tensor, as Transformers 5 can save them, are
   read; SGLang does not read them, and `rlspec convert` to Megatron and back writes each by its name.
-- Qwen3-Next and Qwen3.5 (text) are names and bytes; only projections were compared with Transformers' modules. The
-  published `Qwen3_5ForConditionalGeneration` is not converted. megatron-core 0.16.1 has no delta net for packed
-  sequences; 0.19.2 has one, which needs CUDA.
+- Qwen3-Next and Qwen3.5 are not converted. megatron-core 0.16.1 has no delta net for packed sequences; 0.19.2 has one,
+  which needs CUDA.
 - `LlamaForCausalLMEagle3` is the drafter of EAGLE-3, for targets with "yes" in that column
   ([drafter](drafter.md#eagle-3)).
 - Inside slime, Megatron and slime load the policy. Families are trained there that are not in the column "trained"

@@ -55,9 +55,7 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
     a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
     mistakes.
     """
-    # what this family's norms add to their weight
-    zero = 1.0 if table.record.zero_centered_norms else 0.0
-    # The first layer of the drafter's own kind: with experts, or with full attention, if the drafter has them.
+    # the first layer with experts, if the drafter has them
     wanted = _parts(table, "mtp.layers.0.transformer_layer.")
     layers = range(table.geometry.layers)
     layer = next(n for n in layers if _parts(table, f"decoder.layers.{n}.") == wanted)
@@ -74,15 +72,15 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
         norm = source[_FINAL_NORM]
         if inner == "final_layernorm.weight":
             head = source[_HEAD if _HEAD in source else _EMBEDDING]
-            gain = norm.double() + zero
+            gain = norm.double()
             deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
             scale = min(1.0, 1.0 / max(deviation, 1e-12))
-            return (gain * scale - zero).to(norm.dtype)
+            return (gain * scale).to(norm.dtype)
         if inner == "eh_proj.weight":
             eye = torch.eye(table.geometry.hidden, dtype=norm.dtype)
             # Megatron's order: embedding, hidden
             return torch.cat((eye, torch.zeros_like(eye)), dim=1)
-        return torch.full_like(norm, embedding_rms() - zero)
+        return torch.full_like(norm, embedding_rms())
 
     makers: Makers = {}
     for name in table.rows:
@@ -122,18 +120,13 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the same model without MTP layers. A MiMo that was a Qwen2 or Llama becomes that."""
-    counts = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     config = {key: value for key, value in config.items() if key != STATED}
     architectures = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
     before = architectures.get(config.get("model_type", ""))
     if config["architectures"] != ["MiMoForCausalLM"] or before is None:
-        return {
-            **config,
-            "num_nextn_predict_layers": 0,
-            **{key: 0 for key in counts if key in config},
-        }
-    found = {key: value for key, value in config.items() if key not in counts}
-    return found | {"architectures": [before]}
+        return {**config, "num_nextn_predict_layers": 0}
+    config.pop("num_nextn_predict_layers", None)
+    return {**config, "architectures": [before]}
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,7 @@ class CheckpointError(ConfigError):
 
 
 class Shared(BaseModel):
-    """Keys of every family. Unknown keys are kept, and left to the subclasses.
-
-    This is all of a family whose tensors are converted, but whose forward pass is not computed here.
-    """
+    """Keys of every family, and all that a conversion reads. Unknown keys are kept, and left to the subclasses."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
@@ -137,7 +134,7 @@ SCALINGS: dict[str, type[Rotary]] = {"llama3": Llama3Scaling, "yarn": YarnScalin
 
 
 class Trained(Shared):
-    """Families that are trained: every setting is either implemented, or refused."""
+    """What training reads: every setting is either implemented, or refused."""
 
     model_types: ClassVar[tuple[str, ...]] = ()
     scalings: ClassVar[dict[str, type[Rotary]]] = SCALINGS
@@ -392,9 +389,10 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     schema = SCHEMAS.get(name)
-    if trained and name and schema is None:
+    if name and schema is None:
         raise CheckpointError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
-    schema = (schema or Trained) if trained else Shared
+    if schema is None or not trained:
+        schema = Shared
     config = {key: value for key, value in config.items() if key != DRAFTER}
     found = validated(schema, config, where)
     if not trained:

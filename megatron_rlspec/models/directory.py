@@ -164,14 +164,11 @@ def _check_weights(
             raise CheckpointError(
                 f"{header.path}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
             )
-    known = typed.architectures[0] in SCHEMAS
-    # conversion leaves it unchecked
-    sized = known and ("kv_lora_rank" not in config or isinstance(typed, DeepseekV3))
-    shaped = (
-        headers if sized else {name: headers[name] for name in (EMBEDDING, HEAD) if name in headers}
-    )
+    shaped = headers
+    if "kv_lora_rank" in config and not isinstance(typed, DeepseekV3):  # not checked for training
+        shaped = {name: headers[name] for name in (EMBEDDING, HEAD) if name in headers}
     _check_shapes(directory, shaped, typed)
-    _check_names(directory, config, headers, drafter=drafter, extra=known)
+    _check_names(directory, config, headers, drafter=drafter)
 
 
 def _check_names(
@@ -180,7 +177,6 @@ def _check_names(
     headers: Mapping[str, Header],
     *,
     drafter: bool,
-    extra: bool,
 ) -> None:
     """Compare the tensors' names with the family's table."""
     from megatron_rlspec.models.names import name_table  # imports torch
@@ -201,8 +197,6 @@ def _check_names(
             f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}"
             + (_unnamed(directory, lost[0]) or "; `rlspec convert --add-mtp` makes a fresh drafter")
         )
-    if not extra:
-        return
     copies = {copy for row in family.rows.values() for copy in row.copies}
     unknown = [name for name in headers if name not in family.by_hf and name not in copies]
     unknown = [name for name in unknown if not _IGNORED.search(name)]

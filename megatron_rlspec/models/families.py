@@ -7,11 +7,11 @@ the others.
 
 How the drafters differ (SGLang's class in brackets):
 
-    family                        input projection       norms           final norm        input at position 0
-    MiMo-7B (MiMoMTP)             hidden, embedding      w               final_layernorm   embedding is 0
-    DeepSeek-V3, GLM4-MoE (NextN) embedding, hidden      w               shared_head.norm  as everywhere
-    Qwen3-Next, Qwen3.5 (MTP)     embedding, hidden      1 + w           norm              as everywhere
-    EAGLE-3                       none; fc of 3 hiddens  w               norm              as everywhere
+    family                        input projection       final norm        input at position 0
+    MiMo-7B (MiMoMTP)             hidden, embedding      final_layernorm   embedding is 0
+    DeepSeek-V3, GLM4-MoE (NextN) embedding, hidden      shared_head.norm  as everywhere
+    Qwen3-MoE (MTP)               embedding, hidden      norm              as everywhere
+    EAGLE-3                       none; fc of 3 hiddens  norm              as everywhere
 
 mbridge 0.15.1 also translates between Megatron and Hugging Face. It needs Megatron's model objects on all ranks, it
 knows Transformer Engine's names only, and it does not exchange the halves of MiMo's input projection.
@@ -26,14 +26,7 @@ from typing import Any, Literal
 from megatron_rlspec.models.config import MAPS, PREFIX, refusal
 from megatron_rlspec.models.drafter_config import check_drafter_config, layer_of_drafter
 from megatron_rlspec.models.layouts import (
-    COLUMN,
-    ROW,
     SWAP_HALVES,
-    ZERO_CENTERED,
-    Cut,
-    gated_delta_net,
-    gated_delta_net_sizes,
-    stacked,
 )
 from megatron_rlspec.models.rows import (
     Geometry,
@@ -144,67 +137,6 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
     yield from mtp_module(g, block)
 
 
-def qwen3_next(config: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rows of Qwen3-Next and Qwen3.5 (text): three gated delta nets to one gated attention.
-
-    Their MLPs are dense or mixtures of experts. All norms but the delta net's output norm multiply by 1 + w, for which
-    Megatron needs `layernorm_zero_centered_gamma`. The family is converted and not trained: megatron-core 0.16.1 has no
-    delta net for packed sequences.
-    """
-    g = Geometry.of(config)
-    every = config.get("full_attention_interval", 4)
-    types = config.get("layer_types") or [
-        "full_attention" if (n + 1) % every == 0 else "" for n in range(g.layers)
-    ]
-    count = config.get("num_experts") or 0
-
-    def block(megatron: str, hf: str, full: bool) -> Iterator[Row]:
-        yield from norms(megatron, hf)
-        if full:
-            yield from attention(megatron, hf, g, bias=False, qk_norm=True, gate=True)
-        else:
-            yield from delta_net(megatron, hf, config)
-        if count:
-            yield from experts(
-                f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="shared_expert"
-            )
-        else:
-            yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
-
-    yield from outer(g)
-    for n in range(g.layers):
-        yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", types[n] == "full_attention")
-    yield from mtp_module(g, lambda megatron, hf: block(megatron, hf, True))
-
-
-def delta_net(megatron: str, hf: str, config: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield a gated delta net. Qwen3-Next groups its input projection by key head, in two tensors; Qwen3.5 has four."""
-    key_heads = need(config, "linear_num_key_heads")
-    value_heads = need(config, "linear_num_value_heads")
-    shape = (
-        key_heads,
-        value_heads,
-        need(config, "linear_key_head_dim"),
-        need(config, "linear_value_head_dim"),
-    )
-    q, k, v, z, b, a = sizes = gated_delta_net_sizes(*shape)
-    to = f"{megatron}self_attention."
-    frm = f"{hf}linear_attn."
-    if config["architectures"][0].startswith("Qwen3Next"):
-        parts: tuple[str, ...] = ("qkvz", "ba")
-        layout = gated_delta_net(*shape)
-    else:
-        parts = ("qkv", "z", "b", "a")
-        layout = stacked(q + k + v, z, b, a)
-    sources = tuple(f"{frm}in_proj_{part}.weight" for part in parts)
-    yield Row(f"{to}in_proj.weight", sources, layout, Cut(0, sizes))
-    yield Row(f"{to}conv1d.weight", (f"{frm}conv1d.weight",), cut=Cut(0, (q, k, v)))
-    yield Row(f"{to}A_log", (f"{frm}A_log",), cut=COLUMN)
-    yield Row(f"{to}dt_bias", (f"{frm}dt_bias",), cut=COLUMN)
-    yield Row(f"{to}out_norm.weight", (f"{frm}norm.weight",), ZERO_CENTERED)
-    yield Row(f"{to}out_proj.weight", (f"{frm}out_proj.weight",), cut=ROW)
-
-
 def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of an EAGLE-3 drafter, which has a checkpoint of its own. Megatron names are ModelOpt's.
 
@@ -254,7 +186,6 @@ class Family:
                           they have, but with attention_bias=false those in the checkpoint are 0, and Megatron has none
     rotary_share          share of a head's channels that is rotated, unless config.json says
     zero_first_embedding  the drafter reads 0 for the embedding at position 0
-    zero_centered_norms   norms multiply by 1 + w, so that a norm without effect holds 0
     embedded              the embedded engine runs the target
     embedded_drafter      the embedded engine runs the drafter
     added_drafter         architecture of the same model with a drafter by `--add-mtp`; "": no engine runs one
@@ -273,7 +204,6 @@ class Family:
     qk_norm: Literal["always", "never", "config"] = "never"
     rotary_share: float = 1.0
     zero_first_embedding: bool = False
-    zero_centered_norms: bool = False
     embedded: bool = False
     embedded_drafter: bool = False
     added_drafter: str = ""
@@ -383,15 +313,6 @@ FAMILIES: dict[str, Family] = {
         sglang_drafter_names=_NEXTN,
         pushed=True,
         served=True,
-    ),
-    "Qwen3NextForCausalLM": Family(
-        qwen3_next, zero_centered_norms=True, added_drafter="Qwen3NextForCausalLM"
-    ),
-    "Qwen3_5ForCausalLM": Family(
-        qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5ForCausalLM"
-    ),
-    "Qwen3_5MoeForCausalLM": Family(
-        qwen3_next, zero_centered_norms=True, added_drafter="Qwen3_5MoeForCausalLM"
     ),
     "LlamaForCausalLMEagle3": Family(
         eagle3,

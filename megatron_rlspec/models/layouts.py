@@ -1,7 +1,7 @@
 """Fuse Hugging Face tensors into one Megatron tensor, and split it over tensor-parallel ranks; and the inverses.
 
 A `Layout` is a pair of inverse functions between full tensors. A `Cut` is a pair of inverse functions between the full
-Megatron tensor and its shards. Both only move elements and are exact, except `ZERO_CENTERED`.
+Megatron tensor and its shards. Both only move elements and are exact.
 """
 
 from __future__ import annotations
@@ -42,15 +42,6 @@ def _swap(full: Tensor) -> Tensor:
 # The swap is its own inverse.
 SWAP_HALVES = Layout(lambda parts: _swap(parts[0]), lambda full: (_swap(full),))
 
-# A norm that multiplies by w in the checkpoint, and by 1 + w in Megatron. It is exact in both directions for weights of
-# 1/2 or more. Below that the difference may need one bit more than the type has.
-ZERO_CENTERED = Layout(lambda parts: parts[0] - 1, lambda full: (full + 1,))
-
-
-def stacked(*sizes: int) -> Layout:
-    """Concatenate parts of these sizes on dim 0."""
-    return Layout(_cat, lambda full: full.split(sizes))
-
 
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
     """Make Megatron's linear_qkv, weight or bias: for each key/value group the query heads, then key, then value."""
@@ -78,54 +69,6 @@ def zero_biased_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
     return Layout(fuse, split)
 
 
-def gated_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
-    """Make Megatron's linear_qkv if q_proj holds query and gate per head: a group's gates follow all its queries."""
-    queries = heads_per_group * head_dim
-    grouped = _grouped(groups, (2 * queries, head_dim, head_dim))
-
-    def transposed(q: Tensor, outer: int, inner: int) -> Tensor:
-        rest = q.shape[1:]
-        return q.reshape(groups, outer, inner, head_dim, *rest).transpose(1, 2).reshape(-1, *rest)
-
-    def fuse(parts: Sequence[Tensor]) -> Tensor:
-        return grouped.fuse((transposed(parts[0], heads_per_group, 2), *parts[1:]))
-
-    def split(full: Tensor) -> Sequence[Tensor]:
-        q, k, v = grouped.split(full)
-        return transposed(q, 2, heads_per_group), k, v
-
-    return Layout(fuse, split)
-
-
-def gated_delta_net(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
-    """Make Megatron's GDN in_proj, [Q; K; V; Z; B; A], from Qwen3-Next's in_proj_qkvz and in_proj_ba.
-
-    The Qwen3-Next tensors are grouped by key head.
-    """
-    share = value_heads // key_heads
-    wide = _grouped(key_heads, (key_dim, key_dim, share * value_dim, share * value_dim))
-    narrow = _grouped(key_heads, (share, share))
-    sizes = gated_delta_net_sizes(key_heads, value_heads, key_dim, value_dim)
-
-    def fuse(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat((*wide.split(parts[0]), *narrow.split(parts[1])))
-
-    def split(full: Tensor) -> Sequence[Tensor]:
-        blocks = full.split(sizes)
-        return wide.fuse(blocks[:4]), narrow.fuse(blocks[4:])
-
-    return Layout(fuse, split)
-
-
-def gated_delta_net_sizes(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int
-) -> tuple[int, ...]:
-    """Return the numbers of rows of Q, K, V, Z, B and A."""
-    qk = key_heads * key_dim
-    v = value_heads * value_dim
-    return qk, qk, v, v, value_heads, value_heads
-
-
 def _grouped(groups: int, sizes: tuple[int, ...]) -> Layout:
     """Interleave parts of groups × sizes[i] rows, group by group."""
 
@@ -148,17 +91,16 @@ def _grouped(groups: int, sizes: tuple[int, ...]) -> Layout:
 class Cut:
     """A tensor-parallel split along `dim`; None: every rank holds the whole tensor.
 
-    `blocks` is the number of equal blocks on dim 0, or their sizes. Each block is split, and a rank holds a part of
-    each.
+    `blocks` is the number of equal blocks on dim 0. Each block is split, and a rank holds a part of each.
     """
 
     dim: int | None
-    blocks: int | tuple[int, ...] = 1
+    blocks: int = 1
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         if self.dim is None or size == 1:
             return full
-        blocks = self._blocks(full, 1)
+        blocks = full.chunk(self.blocks)
         for block in blocks:
             if block.shape[self.dim] % size:
                 parts = len(blocks) * size
@@ -170,13 +112,8 @@ class Cut:
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         if self.dim is None or len(shards) == 1:
             return shards[0]
-        by_rank = [self._blocks(shard, len(shards)) for shard in shards]
+        by_rank = [shard.chunk(self.blocks) for shard in shards]
         return torch.cat([torch.cat(parts, dim=self.dim) for parts in zip(*by_rank, strict=True)])
-
-    def _blocks(self, tensor: Tensor, size: int) -> Sequence[Tensor]:
-        if isinstance(self.blocks, int):
-            return tensor.chunk(self.blocks)
-        return tensor.split([block // size for block in self.blocks])
 
 
 REPLICATED = Cut(None)

@@ -15,7 +15,6 @@ from megatron_rlspec.models.layouts import (
     ROW,
     Cut,
     Layout,
-    gated_qkv,
     grouped_qkv,
     zero_biased_qkv,
 )
@@ -61,14 +60,9 @@ class Geometry:
         """Read the sizes. Raises ValueError for a missing or impossible one."""
         heads = need(config, "num_attention_heads")
         hidden = need(config, "hidden_size")
-        # Qwen3-Next has one drafter layer, and its config.json does not mention it.
-        unmentioned = int((config.get("architectures") or [""])[0] == "Qwen3NextForCausalLM")
-        mtp = config.get(
-            "num_nextn_predict_layers", config.get("mtp_num_hidden_layers", unmentioned)
-        )
         geometry = cls(
             layers=need(config, "num_hidden_layers"),
-            mtp_layers=mtp or 0,
+            mtp_layers=config.get("num_nextn_predict_layers") or 0,
             heads=heads,
             groups=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
@@ -128,17 +122,15 @@ def attention(
     *,
     bias: bool,
     qk_norm: bool,
-    gate: bool = False,
     zero_bias: bool = False,
 ) -> Iterator[Row]:
     """Yield grouped-query attention.
 
     bias       of q, k and v
-    gate       on its output (Qwen3-Next)
     zero_bias  the checkpoint holds biases of 0, Megatron none
     """
     sizes = (g.groups, g.heads // g.groups, g.head_dim)
-    layout = (gated_qkv if gate else grouped_qkv)(*sizes)
+    layout = grouped_qkv(*sizes)
     names = {
         part: tuple(f"{hf}self_attn.{x}_proj.{part}" for x in "qkv") for part in ("weight", "bias")
     }
@@ -208,8 +200,6 @@ def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: st
         yield from mlp(f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}.")
     if shared:
         yield from mlp(f"{megatron}shared_experts.", f"{hf}{shared}.")
-        if shared == "shared_expert":
-            yield Row(f"{megatron}shared_experts.gate_weight", (f"{hf}shared_expert_gate.weight",))
 
 
 def mtp_layer(
