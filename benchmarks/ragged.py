@@ -29,7 +29,6 @@ import torch
 from megatron_rlspec.commands.compare import draw
 from megatron_rlspec.config import Config
 from megatron_rlspec.conversion.drafter_files import read_model, weights_of
-from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.speculation.ragged import Selection
@@ -117,26 +116,17 @@ def record(options: argparse.Namespace, model: str, prompts: str) -> World:
     engine.set_schedule(SpecSchedule.fixed(SpecConfig(DEPTH)))
     engine.rounds.selection = Nothing()
     drafted: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-    drafting, grow = engine.rounds._draft, draft.grow
-    rows: np.ndarray = np.zeros(0, np.int64)
+    drafting = engine.rounds._chain
 
-    def recorded_draft(of_rows: np.ndarray, *arguments: Any) -> Any:
-        nonlocal rows
-        rows = of_rows
-        return drafting(of_rows, *arguments)
-
-    def recorded_grow(*arguments: Any) -> draft.Candidates:
-        candidates = grow(*arguments)
-        seeds = engine.rounds.seeds[rows, 0].tolist()
-        logq = np.diff(candidates.scores.numpy(), axis=1, prepend=0.0)
+    def recorded(rows: np.ndarray, *arguments: Any) -> Any:
+        chains, logq = drafting(rows, *arguments)
+        seeds = engine.rounds.seeds[rows].tolist()
         for i, key in enumerate(zip(seeds, engine.cache.length[rows].tolist(), strict=True)):
-            drafted[key] = candidates.tokens[i].numpy(), logq[i]
-        return candidates
+            drafted[key] = chains[i].numpy(), logq[i].numpy()
+        return chains, logq
 
-    engine.rounds._draft = recorded_draft  # type: ignore[method-assign]
-    draft.grow = recorded_grow
+    engine.rounds._chain = recorded  # type: ignore[method-assign]
     samples = draw(engine, asked, sampling_of(options), "sample")
-    draft.grow = grow
     logq, right, starts, positions = [], [], [], []
     for sample in samples:
         places = range(sample.prompt_len + 1, len(sample.tokens) - DEPTH)

@@ -12,7 +12,7 @@ HEAD = """\
 
 `metrics.jsonl` in the run directory has one JSON object a step, with these keys. TensorBoard shows the same, and
 `rlspec report` draws the first to look at. `<d>` is the depth of a draft, from 1; `<config>` is a configuration such as
-`k3`, `k3t2n8` (a tree) or `off`. A key that does not apply is absent. Inside slime, `spec/NAME` is `rollout/spec_NAME`.
+`k3` (three drafts) or `off`. A key that does not apply is absent. Inside slime, `spec/NAME` is `rollout/spec_NAME`.
 When a run goes wrong: [troubleshooting](troubleshooting.md). `python tools/metrics_page.py` writes this page.
 """
 SECTIONS = {

@@ -53,10 +53,6 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.rollout.engine != "embedded":
             engine = f"rollout.engine={self.rollout.engine}"
-            if self.spec.topk > 1:
-                raise ValueError(
-                    f"spec.topk={self.spec.topk} needs rollout.engine=embedded, but {engine}"
-                )
             coupled = self.spec.verifier == "position_keyed" and self.spec.drafts == "coupled"
             if self.spec.ragged and not coupled:
                 ragged = str(self.spec.ragged).lower()

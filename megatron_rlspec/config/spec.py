@@ -22,13 +22,6 @@ class SpecSection(Section):
     num_steps: Annotated[DraftSteps, Needs("spec.mode!=off")] = Field(
         3, description="drafter passes per round (fixed), or at the start (adaptive)"
     )
-    topk: Annotated[int, Field(gt=0, le=MOST_DRAFTS)] = Field(
-        1,
-        description="children of a drafted node; 1: a chain; more: a tree, with mode=fixed and the embedded engine",
-    )
-    num_draft_tokens: Annotated[int, Field(ge=0, le=4096), Needs("spec.mode=fixed")] = Field(
-        0, description="most tokens that a round verifies for one sample; 0: all that were drafted"
-    )
     candidate_steps: Annotated[tuple[DraftSteps, ...], Needs("spec.mode=adaptive")] = Field(
         (0, 1, 2, 3, 5),
         description="values of num_steps that mode=adaptive chooses from; 0: no drafts",
@@ -67,10 +60,6 @@ class SpecSection(Section):
             raise ValueError(
                 f"candidate_steps={list(steps)}: expected different numbers from 0 to {MOST_DRAFTS}"
             )
-        if self.topk > 1 and self.mode != "fixed":
-            raise ValueError(f"topk={self.topk} is for mode=fixed, but mode={self.mode}")
-        if self.mode == "fixed":
-            self.config()  # raises ValueError for numbers that do not fit together
         if self.mode == "adaptive" and self.num_steps not in steps:
             raise ValueError(
                 f"num_steps={self.num_steps} is not among candidate_steps={list(steps)}"
@@ -85,7 +74,7 @@ class SpecSection(Section):
         ]
 
     def config(self) -> SpecConfig:
-        """Return the configuration that mode=fixed runs and other modes start with. Raises ValueError."""
+        """Return the configuration that mode=fixed runs and other modes start with."""
         if self.mode != "fixed" or self.num_steps == 0:
             return OFF
-        return SpecConfig(self.num_steps, self.topk, self.num_draft_tokens or -1)
+        return SpecConfig(self.num_steps)

@@ -26,7 +26,6 @@ from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.rollout.placement import GpuLayout, devices
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
@@ -356,7 +355,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config) -> Engine:
             max_running_requests=config.rollout.max_running_requests,
             max_total_tokens=config.rollout.max_total_tokens or 65536,
             max_length=config.model.max_length,
-            max_draft_tokens=max(64, scratch(spec)),
+            max_draft_tokens=max(64, spec.num_steps + 1),
             draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
             tokenizer=lambda: tokenizer,
             ends=ends_of_text(config.model.path, tokenizer),

@@ -39,7 +39,6 @@ FILES = [
 ]
 
 CONTRADICTIONS = [
-    option("--spec.topk 2", "topk=2", "mode=adaptive"),
     option("--spec.ragged true --spec.drafts argmax", "spec.ragged=true", "spec.drafts=coupled"),
     option("--spec.ragged auto --spec.drafts argmax", "spec.ragged=auto", "spec.drafts=coupled"),
     option("--spec.ragged maybe", "spec.ragged: expected true, false or 'auto'", "maybe"),

@@ -19,7 +19,7 @@ from megatron_rlspec.rollout.embedded import verify
 class Choice:
     options: list[tuple[int, float]]  # (outcome, probability), all positive
     index: int = 0
-    idle: bool = False  # drawn, but the walk never came to its node
+    idle: bool = False  # drawn behind a draft that was refused
 
 
 class Enumeration:
@@ -27,7 +27,7 @@ class Enumeration:
 
     `paths(run)` repeats `run()` until every outcome of positive probability has been taken and yields (probability,
     result). Noise is taken as independent from draw to draw, which is right as long as no key decides two tokens of
-    one text. What was drawn at nodes that the walk did not reach is not varied, unless `lazy` is False.
+    one text. What was drawn behind a refused draft is not varied, unless `lazy` is False.
     """
 
     def __init__(self, monkeypatch, lazy: bool = True) -> None:
@@ -35,8 +35,8 @@ class Enumeration:
         self.at = self.rows = 0
         monkeypatch.setattr(verify, "draw", self.draw)
         if lazy:
-            self.real_walk = verify.walk
-            monkeypatch.setattr(verify, "walk", self.walk)
+            self.real_count = verify.count_accepted
+            monkeypatch.setattr(verify, "count_accepted", self.count_accepted)
 
     def choose(self, options: list[tuple[int, float]]) -> int:
         options = [(outcome, p) for outcome, p in options if p > 0]
@@ -52,12 +52,12 @@ class Enumeration:
         self.rows = len(probs)
         return torch.tensor([self.choose(list(enumerate(row))) for row in probs])
 
-    def walk(self, tokens, parents, valid, targets):
-        path, accepted = self.real_walk(tokens, parents, valid, targets)
-        if self.rows == valid.sum() == valid.shape[1] and self.at >= self.rows:  # the last draw was one per node
-            for node in set(range(self.rows)) - set(path[0].tolist()):
-                self.choices[self.at - self.rows + node].idle = True
-        return path, accepted
+    def count_accepted(self, tokens, valid, targets):
+        accepted = self.real_count(tokens, valid, targets)
+        if self.rows == valid.sum() == valid.shape[1] and self.at >= self.rows:  # the last draw was one per token
+            for place in range(accepted[0] + 1, self.rows):
+                self.choices[self.at - self.rows + place].idle = True
+        return accepted
 
     def paths(self, run: Callable[[], object]) -> Iterator[tuple[float, object]]:
         self.choices = []

@@ -55,7 +55,7 @@ def begun(engine, requests, sampling, after):
 @pytest.mark.parametrize(
     "specs",
     [
-        (SpecConfig(3), SpecConfig(2, 2)),
+        (SpecConfig(3), SpecConfig(2)),
         (OFF, SpecConfig(3)),
         (SpecConfig(3), OFF),
         ("ragged", "ragged"),

@@ -22,7 +22,7 @@ from megatron_rlspec.types import OFF, Partial, Sample, Sampling, SpecConfig
 
 SAMPLING = Sampling(max_new_tokens=16, ignore_eos=True)
 PROMPTS = [[3], [5, 9, 2], [7, 7, 1, 4, 9, 11], [13, 2] * 4]
-SPECS = (OFF, SpecConfig(2), SpecConfig(3), SpecConfig(2, 2))
+SPECS = (OFF, SpecConfig(2), SpecConfig(3), SpecConfig(5))
 STALL = 60.0  # seconds of a `generate` that take a crowded machine into account
 
 

@@ -37,7 +37,7 @@ def whole(model):
     return samples, ends
 
 
-@pytest.mark.parametrize("spec", [OFF, SpecConfig(3), SpecConfig(5), SpecConfig(3, 3, 8)], ids=str)
+@pytest.mark.parametrize("spec", [OFF, SpecConfig(3), SpecConfig(5)], ids=str)
 def test_the_text_ends_at_the_string_whatever_is_drafted(model, whole, spec):
     samples = engine_of(model, spec).generate(oracle.requests(PROMPTS, group=8), replace(LONG, stop=STOP))
     for sample, other, end in zip(samples, *whole, strict=True):

@@ -13,8 +13,6 @@ drafts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,14 +21,6 @@ from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder, Placement
 
 SPARE = 16  # columns
-
-
-class TreeColumns(NamedTuple):
-    """Columns of a draft tree: B samples, T queries each, E columns in flight."""
-
-    start: Tensor  # [B] the first column in flight
-    ancestors: Tensor  # [B, T, E] bool: what each query sees of those
-    depth: Tensor  # [B, T] position of each query, counted from `start`
 
 
 class Prefix:
@@ -147,7 +137,7 @@ class Cache:
         return True
 
     def commit(self, rows: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> None:
-        """Append to each row the first `accepted [B]` + 1 of the tokens [B, P] that a round drew.
+        """Append to each row the first `accepted [B]` + 1 of the tokens [B, 1 + k] that a round drew.
 
         The slots behind the pending token hold what the target computed of them.
         """
@@ -159,23 +149,6 @@ class Cache:
         self.tokens[row_of_token, places[drawn]] = tokens[drawn]
         self.computed[rows] = length + accepted
         self.length[rows] = length + accepted + 1
-
-    def keep_path(
-        self, rows: np.ndarray, path: np.ndarray, accepted: np.ndarray, nodes: int
-    ) -> None:
-        """Move the slots of the accepted nodes of trees to the next columns, before `commit`.
-
-        The trees had `nodes` nodes; node 0 was the pending token. No key or value is copied: the other slots become
-        scratch space again.
-
-        path  [B, P] nodes, of which a row took the first `accepted [B]` + 1
-        """
-        for i, row in enumerate(rows):
-            first = self.length[row] - 1
-            slots = self.slots[row, first : first + nodes]
-            taken = path[i, : accepted[i] + 1]
-            others = np.delete(slots, taken)
-            slots[:] = np.concatenate([slots[taken], others])
 
     def close(self, row: int) -> None:
         """Return a row, and the slots that no other row shares, to the free ones."""
@@ -215,26 +188,16 @@ class Cache:
         *,
         drafter: bool = False,
         valid: np.ndarray | None = None,
-        tree: TreeColumns | None = None,
     ) -> Placement:
         """Plan a forward over columns [B, T] of B samples. Their columns [0, L) are in the slots `read [B, L]`.
 
-        Without a `tree` attention is causal over columns. `valid [B, T]` marks columns that are not padding; None: all.
-        With `drafter`, positions are one less and column 0 is masked, because it has no pair.
+        Attention is causal over columns. `valid [B, T]` marks columns that are not padding; None: all. With `drafter`,
+        positions are one less and column 0 is masked, because it has no pair.
         """
         length = read.shape[1]
         keys = torch.arange(length, device=read.device)
-        if tree is None:
-            seen = keys <= columns[:, :, None]
-            positions = columns
-        else:
-            start = tree.start[:, None]
-            committed = keys < start[:, None]
-            _, queries, nodes = tree.ancestors.shape
-            in_flight = start + torch.arange(nodes, device=read.device)
-            index = in_flight[:, None].expand_as(tree.ancestors)
-            seen = committed.expand(-1, queries, -1).scatter(2, index, tree.ancestors)
-            positions = start + tree.depth
+        seen = keys <= columns[:, :, None]
+        positions = columns
         if drafter:
             seen = seen & (keys > 0)
             positions = positions - 1

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder
-from megatron_rlspec.rollout.embedded.rounds import scratch
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -18,7 +17,7 @@ class ConfigChoice:
     """See `RolloutEngine.set_schedule`, `set_spec_rule`, `hold` and `release`.
 
     candidates        of a rule that names none
-    max_draft_tokens  nodes of a round, at most
+    max_draft_tokens  tokens of a sample that a round verifies, at most
     """
 
     def __init__(
@@ -82,10 +81,11 @@ class ConfigChoice:
     def check(self, configs: Iterable[SpecConfig]) -> None:
         """Raise EngineError for a configuration that cannot run."""
         for config in configs:
-            nodes = scratch(config)
             if not config.off and not self.model.arch.draft_layers:
                 raise EngineError(
                     f"embedded engine: {config} needs a drafter, and the model has none"
                 )
-            if nodes > self.max_draft_tokens:
-                raise EngineError(f"embedded engine: {config} needs max_draft_tokens >= {nodes}")
+            if config.num_steps >= self.max_draft_tokens:
+                raise EngineError(
+                    f"embedded engine: {config} needs max_draft_tokens >= {config.num_steps + 1}"
+                )

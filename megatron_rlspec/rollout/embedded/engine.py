@@ -1,8 +1,8 @@
 """The embedded engine: a `RolloutEngine` in plain torch that runs inside the calling process, on CPU or GPU.
 
 A step admits waiting requests, prefills at most `prefill_chunk` prompt tokens, and runs one round over all samples
-whose prompt is prefilled. In a round, the drafter runs on the tokens committed since its last run and drafts a chain or
-a tree; the target verifies it in one masked pass; the verifier commits at least one token per sample.
+whose prompt is prefilled. In a round, the drafter runs on the tokens committed since its last run and drafts a chain;
+the target verifies it in one masked pass; the verifier commits at least one token per sample.
 
 The threads that call `generate` run the steps. Several threads may call; their requests share rounds. Under tensor
 parallelism every rank must make the same calls.
@@ -24,7 +24,7 @@ from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import PLAIN, ConfigChoice
-from megatron_rlspec.rollout.embedded.draft import Tree
+from megatron_rlspec.rollout.embedded.draft import Chains
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
@@ -63,7 +63,7 @@ class EmbeddedEngine:
                           KV cache is recomputed later
     max_running_requests  samples that run at once
     max_length            tokens of a sample
-    max_draft_tokens      nodes of a round
+    max_draft_tokens      tokens of a sample that a round verifies
     group                 the tensor-parallel group
     tokenizer             loads the model's, for stop strings
     ends                  token ids that end a text, beside those of config.json
@@ -340,7 +340,7 @@ class EmbeddedEngine:
         config: SpecConfig,
         context: int,
         began: float,
-        ahead: Tree | None = None,
+        ahead: Chains | None = None,
         timed: bool = True,
     ) -> None:
         """Draft, verify and commit for these samples, and learn from the round.
@@ -359,7 +359,7 @@ class EmbeddedEngine:
         verified = committed.verified
         if_all: Sequence[float] = ()
         if rule is not None:
-            if_all = rule.observe(config, accepted, verified, self.rounds.logq)
+            if_all = rule.observe(config, accepted, verified, committed.logq)
             if rule.learns and timed:
                 ms = self.model.comm.mean(took, self.model.device)
                 rule.timed(config, len(rows), context, ms, drafts=float(verified.mean()))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.rollout.embedded import draft, verify
-from megatron_rlspec.rollout.embedded.cache import Cache, Prefix, TreeColumns
-from megatron_rlspec.rollout.embedded.draft import Tree
+from megatron_rlspec.rollout.embedded.cache import Cache, Prefix
+from megatron_rlspec.rollout.embedded.draft import Chains
 from megatron_rlspec.rollout.embedded.verify import Committed, Settings
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import SHARPNESS, Drafts, Sampling, SpecConfig, Verifier
@@ -49,8 +49,6 @@ class RoundRunner:
         self.coupled = drafts == "coupled" and verifier == "position_keyed"
         self.sharpness = sharpness
         self.selection: SpecRule | None = None
-        # [B, k] of the drafts that it chose among in the last round
-        self.logq: np.ndarray | None = None
         self.prefill_chunk = prefill_chunk
         rows = cache.rows
         # in the order of the fields of `Settings`
@@ -148,40 +146,31 @@ class RoundRunner:
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
         """Return [B], the number of columns that must have slots for a round of `config`."""
-        return self.cache.length[rows] - 1 + scratch(config)
+        return self.cache.length[rows] + config.num_steps
 
-    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Tree:
+    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Chains:
         """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
         read = self._read(rows, self.columns(rows, config))
         return self._draft(rows, read, config, None)
 
-    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Tree | None = None) -> Committed:
+    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Chains | None = None) -> Committed:
         """Draft, verify and commit at least one token for every row.
 
         ahead  drafts that the last ones of `rows` have already
         """
-        self.logq = None
         cache = self.cache
         self.before[rows] = cache.length[rows]
         read = self._read(rows, self.columns(rows, config))
-        tree = ahead
-        fresh = len(rows)
-        if ahead is not None:
-            fresh -= len(ahead.tokens)
+        parts = [] if ahead is None else [ahead]
+        fresh = len(rows) - sum(len(chains.tokens) for chains in parts)
         if fresh:
-            tree = self._draft(rows[:fresh], read[:fresh], config, self.selection)
-            if ahead is not None:
-                tree = tree.joined(ahead)
-        assert tree is not None, "a round has rows"
-        targets, logprobs = self._verify(rows, read, tree, chain=config.topk <= 1)
-        path, accepted = verify.walk(tree.tokens, tree.parents, tree.valid, targets)
-        tokens = np.take_along_axis(targets, path, 1)
-        logprobs = np.take_along_axis(logprobs, path, 1)
-        if config.topk > 1:
-            cache.keep_path(rows, path, accepted, tree.tokens.shape[1])
-        cache.commit(rows, tokens, accepted)
-        verified = tree.valid.sum(1) - 1
-        return Committed(tokens, logprobs, accepted, verified)
+            drafted = self._draft(rows[:fresh], read[:fresh], config, self.selection)
+            parts.insert(0, drafted)
+        chains = draft.joined(parts)
+        targets, logprobs = self._verify(rows, read, chains)
+        accepted = verify.count_accepted(chains.tokens, chains.valid, targets)
+        cache.commit(rows, targets, accepted)
+        return Committed(targets, logprobs, accepted, chains.drafts, chains.logq)
 
     def _draft(
         self,
@@ -189,71 +178,54 @@ class RoundRunner:
         read: Tensor,
         config: SpecConfig,
         selection: SpecRule | None,
-    ) -> Tree:
+    ) -> Chains:
         """Run the drafter on what it has not read, and draft."""
         last = self.cache.length[rows] - 1
-        pending = self.cache.tokens[rows, last]
+        tokens = self.cache.tokens[rows, last][:, None]
+        drafts = np.full(len(rows), config.num_steps)
         if config.off:
-            return draft.roots(pending)
+            return Chains(tokens, drafts)
         hidden = self._extend(rows, read)
         if config.num_steps == 0:
-            return draft.roots(pending)
-        candidates = draft.grow(
-            hidden,
-            self.model.draft_logits(hidden),
-            config.num_steps,
-            config.topk,
-            self._expand(rows, read, chain=config.topk == 1),
-            self._pick(rows, config.topk),
-        )
-        scores = candidates.scores.float().cpu().numpy()
-        if config.topk > 1:
-            keep = top(scores, config.num_draft_tokens - 1)
-        elif selection is not None:
-            self.logq = np.diff(scores, axis=1, prepend=0.0)
-            lengths = selection.lengths(self.logq)
-            keep = candidates.depth <= lengths[:, None]
-        else:
-            keep = np.ones(scores.shape, bool)
-        return draft.cut(pending, candidates, keep)
+            return Chains(tokens, drafts)
+        drafted, log_probs = self._chain(rows, read, hidden, config.num_steps)
+        logq = None
+        if selection is not None:
+            logq = log_probs.float().cpu().numpy()
+            drafts = selection.lengths(logq)
+            drafted = drafted[:, : drafts.max()]
+        return Chains(np.concatenate([tokens, drafted.cpu().numpy()], 1), drafts, logq)
 
-    def _expand(self, rows: np.ndarray, read: Tensor, chain: bool) -> draft.Expand:
-        """Return the function that runs the drafter on a level of candidates."""
+    def _chain(
+        self, rows: np.ndarray, read: Tensor, hidden: Tensor, steps: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draft `steps` tokens of each row, from the drafter's `hidden [B, H]` at the pending tokens.
+
+        Returns (tokens, log q), [B, steps] each.
+        """
+        cache = self.cache
         model = self.model
-        start = self._to(self.cache.length[rows])
-
-        def expand(
-            parents: Tensor, tokens: Tensor, ancestors: Tensor, level: int
-        ) -> tuple[Tensor, Tensor]:
-            batch, expanded, nodes = ancestors.shape
-            newest = torch.arange(nodes - expanded, nodes, device=start.device)
-            columns = start[:, None] + newest
-            tree = None
-            if not chain:
-                depth = torch.full_like(columns, level - 2)
-                tree = TreeColumns(start, ancestors, depth)
-            plan = self.cache.plan(read, columns, drafter=True, tree=tree)
-            parents = parents.reshape(batch * expanded, -1)
-            out = model.draft(parents, tokens.reshape(-1), plan, self.cache.kv)
-            logits = model.draft_logits(out)
-            shape = batch, expanded, -1
-            return out.view(shape), logits.view(shape)
-
-        return expand
-
-    def _pick(self, rows: np.ndarray, topk: int) -> draft.Pick:
-        """Return the function that picks a candidate's children."""
-        words = self.model.draft_ids
-        pick: draft.Pick
-        if self.coupled:
-            seeds = self._to(self.seeds[rows])
-            keys = self._to(self.cache.length[rows]) - 1
-            settings = self._settings(rows)
-            coupling = draft.Coupling(seeds, keys, settings, words, self.sharpness)
-            pick = draft.coupled(topk, coupling)
-        else:
-            pick = draft.likeliest(topk)
-        return pick if words is None else draft.among(words, pick)
+        start = self._to(cache.length[rows])
+        seeds = self._to(self.seeds[rows])
+        settings = self._settings(rows)
+        words = model.draft_ids
+        tokens: list[Tensor] = []
+        logqs: list[Tensor] = []
+        for step in range(steps):
+            before = start + step - 1  # the column before the draft
+            if tokens:
+                plan = cache.plan(read, before[:, None], drafter=True)
+                hidden = model.draft(hidden, tokens[-1], plan, cache.kv)
+            logits = model.draft_logits(hidden)
+            if self.coupled:
+                logq, token = draft.coupled(logits, settings, seeds, before, words, self.sharpness)
+            else:
+                logq, token = draft.likeliest(logits)
+            if words is not None:
+                token = words[token]
+            tokens.append(token)
+            logqs.append(logq)
+        return torch.stack(tokens, 1), torch.stack(logqs, 1)
 
     def _extend(self, rows: np.ndarray, read: Tensor) -> Tensor:
         """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
@@ -294,48 +266,39 @@ class RoundRunner:
         return self.model.draft(hidden, self._to(tokens[valid]), plan, cache.kv)
 
     def _verify(
-        self,
-        rows: np.ndarray,
-        read: Tensor,
-        tree: Tree,
-        chain: bool,
+        self, rows: np.ndarray, read: Tensor, chains: Chains
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Run the target on the trees. Returns the token to commit at every node and its log-prob, both [B, T]."""
-        batch, nodes = tree.tokens.shape
-        logits = self._target_logits(rows, read, tree, chain)
-        samples = rows[np.nonzero(tree.valid)[0]]  # the row of each flat node
+        """Run the target on the chains. Returns the token behind each of theirs and its log-prob, both [B, 1 + k]."""
+        valid = chains.valid
+        logits = self._target_logits(rows, read, chains)
+        samples = rows[np.nonzero(valid)[0]]  # the row of each token that is verified
         settings = self._settings(samples)
         logp = verify.logprobs(logits, settings.temperature)
         # the noise is of positions, or new in every round
-        keys = self.draws[rows][:, None] + np.arange(nodes)
+        first = self.draws[rows]
         if self.verifier == "position_keyed":
-            pending = self.cache.length[rows] - 1
-            keys = pending[:, None] + tree.depth
-        self.draws[rows] += nodes
+            first = self.cache.length[rows] - 1
+        width = valid.shape[1]
+        keys = first[:, None] + np.arange(width)
+        self.draws[rows] += width
         seeds = self._to(self.seeds[samples])
-        chosen = verify.sample(logp, settings, seeds, self._to(keys[tree.valid]))
-        targets = np.full((batch, nodes), -1, np.int64)
-        logprobs = np.zeros((batch, nodes), np.float32)
-        targets[tree.valid] = chosen.cpu().numpy()
+        chosen = verify.sample(logp, settings, seeds, self._to(keys[valid]))
+        targets = np.full(valid.shape, -1, np.int64)
+        logprobs = np.zeros(valid.shape, np.float32)
+        targets[valid] = chosen.cpu().numpy()
         chosen_logp = logp.gather(1, chosen[:, None])[:, 0]
-        logprobs[tree.valid] = chosen_logp.float().cpu().numpy()
+        logprobs[valid] = chosen_logp.float().cpu().numpy()
         return targets, logprobs
 
-    def _target_logits(
-        self, rows: np.ndarray, read: Tensor, tree: draft.Tree, chain: bool
-    ) -> Tensor:
-        """Run the target on the valid nodes of trees; returns their logits [N, V]."""
+    def _target_logits(self, rows: np.ndarray, read: Tensor, chains: Chains) -> Tensor:
+        """Run the target on the chains; returns the logits [N, V] of what is no padding."""
         cache = self.cache
-        start = cache.length[rows] - 1
-        where = None
-        if not chain:
-            ancestors = self._to(draft.ancestors(tree.parents))
-            where = TreeColumns(self._to(start), ancestors, self._to(tree.depth))
-        columns = start[:, None] + np.arange(tree.tokens.shape[1])
+        valid = chains.valid
+        pending = cache.length[rows] - 1
+        columns = pending[:, None] + np.arange(valid.shape[1])
         columns = np.minimum(columns, read.shape[1] - 1)  # padding stays within `read`
-        plan = cache.plan(read, self._to(columns), valid=tree.valid, tree=where)
-        tokens = self._to(tree.tokens[tree.valid])
-        hidden, drafted_from = self.model.target(tokens, plan, cache.kv)
+        plan = cache.plan(read, self._to(columns), valid=valid)
+        hidden, drafted_from = self.model.target(self._to(chains.tokens[valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         return self.model.logits(hidden)
 
@@ -351,22 +314,9 @@ class RoundRunner:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
 
 
-def scratch(config: SpecConfig) -> int:
-    """Return how many columns a round writes, from the pending token on: the larger of target and drafter nodes."""
-    return max(config.num_draft_tokens, 1 + config.topk * max(config.num_steps - 1, 0))
-
-
 def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding."""
     longest = int((last - first).max())
     columns = first[:, None] + np.arange(longest)
     end = last[:, None]
     return np.minimum(columns, end - 1), columns < end
-
-
-def top(scores: np.ndarray, count: int) -> np.ndarray:
-    """Return the mask [B, M] of each row's `count` highest scores; of equal scores the first, as parents come first."""
-    keep = np.zeros(scores.shape, bool)
-    best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    np.put_along_axis(keep, best, True, 1)
-    return keep

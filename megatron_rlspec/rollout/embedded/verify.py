@@ -1,8 +1,8 @@
 """Choose the tokens that a verify pass commits. Two verifiers, as pure functions of logits, drafts and keyed noise.
 
 * position_keyed: the target's token at a position is argmax(log p + Gumbel noise). The noise is a hash of (seed,
-  position, token). A draft is accepted if it equals the target's token and its parent was accepted. The text depends
-  only on seed, prompt and weights.
+  position, token). A draft is accepted if it equals the target's token and all drafts before it were accepted. The
+  text depends only on seed, prompt and weights.
 * target_only: the same, with new noise in every round. It is lossless in distribution only.
 
 `noise.py` has the noise. It is that of SGLang's seeded sampler, so the same seed gives the same text on both
@@ -37,10 +37,11 @@ class Settings(NamedTuple):
 class Committed(NamedTuple):
     """The tokens that one round appended to B rows: the first `accepted + 1` of each."""
 
-    tokens: np.ndarray  # [B, P]
-    logprobs: np.ndarray  # [B, P]
+    tokens: np.ndarray  # [B, 1 + k]
+    logprobs: np.ndarray  # [B, 1 + k]
     accepted: np.ndarray  # [B] drafts
     verified: np.ndarray  # [B] drafts
+    logq: np.ndarray | None  # see `draft.Chains`
 
 
 def seed_of(seed: int, verifier: Verifier) -> np.int64:
@@ -78,7 +79,7 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
 
 
 def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Tensor:
-    """Sample the target's token [N] at every node from `logp [N, V]`, a result of `logprobs`."""
+    """Sample the target's token [N] at N places from `logp [N, V]`, a result of `logprobs`."""
     greedy = settings.temperature == 0
     likeliest = logp.argmax(-1)
     if greedy.all():
@@ -87,26 +88,11 @@ def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Ten
     return torch.where(greedy, likeliest, drawn)
 
 
-def walk(
-    tokens: np.ndarray, parents: np.ndarray, valid: np.ndarray, targets: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Follow each tree [B, T] from its root along the children that equal the target's tokens.
+def count_accepted(tokens: np.ndarray, valid: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return [B], how many drafts of chains `tokens [B, 1 + k]` are accepted: the leading ones that the target samples.
 
-    Node 0 is the pending token; `parents` are node indices. Returns (path [B, P] of node indices, padded with the last
-    one; accepted [B]). The tokens to commit are `targets` at path[: accepted + 1].
+    Column 0 is the pending token. `targets [B, 1 + k]` are the target's tokens behind each column; a row commits the
+    first of them, as many as it accepts, and one.
     """
-    rows = np.arange(len(tokens))
-    node = np.zeros(len(tokens), np.int64)
-    accepted = np.zeros(len(tokens), np.int64)
-    path = [node]
-    eligible = valid & (np.arange(tokens.shape[1]) > 0)
-    while True:
-        wanted = targets[rows, node]
-        children = eligible & (parents == node[:, None])
-        match = children & (tokens == wanted[:, None])
-        matched = match.any(1)
-        if not matched.any():
-            return np.stack(path, 1), accepted
-        node = np.where(matched, match.argmax(1), node)
-        accepted += matched
-        path.append(node)
+    accepted = valid[:, 1:] & (tokens[:, 1:] == targets[:, :-1])
+    return accepted.cumprod(1).sum(1)

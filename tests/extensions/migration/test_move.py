@@ -18,7 +18,7 @@ from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
 torch.set_num_threads(1)
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
 LONG = Sampling(max_new_tokens=40, ignore_eos=True)
-BY_BATCH = SpecSchedule((1, 3, 6), (0,), ((SpecConfig(3),), (SpecConfig(2, 2, 4),), (SpecConfig(1),)))
+BY_BATCH = SpecSchedule((1, 3, 6), (0,), ((SpecConfig(3),), (SpecConfig(2),), (SpecConfig(1),)))
 # At these costs some drafts are worth it. Whether three or five are made changes from round to round.
 RAGGED = {"candidates": [[3, 1, 4], [5, 1, 6]], "roofline": Roofline.of_layers(12, 8.0).to_json(), "ragged": True}
 RAGGED |= {"learn": False}
@@ -181,7 +181,7 @@ def random_moves(model, seed: int, moves: int, how="kv", rule=None, **options) -
             fleet.movers[source].begin(grants)
             fleet.movers[source].finish(ids)
         elif rng.random() < 0.1:  # drafting stops and starts again
-            spec = [OFF, SpecConfig(3), SpecConfig(2, 2), None][int(rng.integers(4))]
+            spec = [OFF, SpecConfig(3), SpecConfig(2), None][int(rng.integers(4))]
             fleet.engines[source].set_schedule(SpecSchedule.fixed(spec) if spec else BY_BATCH)
             if rule is not None and spec is None:
                 fleet.engines[source].set_spec_rule(rule)
