@@ -24,9 +24,9 @@ from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.restart import Restarts
 from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Migration
-from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.types import Prompt, RoundStats, Scope, SpecSchedule
+from megatron_rlspec.types import Prompt, Scope, SpecSchedule
 
 Named = Mapping[str, RolloutEngine]
 
@@ -45,24 +45,6 @@ class RunDraftRule(DraftRule):
         self.chain = options.num_steps or (max(options.candidate_steps) if adaptive else 0)
         self.drafts = options.mode != "off" and self.chain > 0
         self._rule_file = rule_file
-
-    def began(self, rounds: Sequence[RoundStats], delivered: float) -> str:
-        """Return a line if most rounds of a rollout drafted and it is not known that they lost time, "" otherwise.
-
-        Before drafts were timed the rule knows their cost from the model's sizes only, so a first rollout can draft in
-        vain. Its rounds correct the costs. `delivered` as for `learn`.
-        """
-        drafting = [stats for stats in rounds if stats.config.num_steps]
-        total = sum(stats.rounds for stats in rounds)
-        share = sum(stats.rounds for stats in drafting) / max(total, 1)
-        saved = self.learning.saved(rounds, delivered)
-        if share <= 0.5 or (saved is not None and saved.gain <= 1):
-            return ""
-        length = accept_length(pooled(stats.accepted for stats in drafting))
-        line = f"the engines draft now, in {share:.0%} of the rounds: accept length {length:.2f}"
-        if saved is not None:
-            line += f", {saved.gain:.2f} times as fast as without drafts, by the costs of rounds"
-        return line
 
     def learn(
         self, rounds: Rounds, reports: Reports, prediction: Prediction | None, delivered: float

@@ -87,7 +87,6 @@ class Rollouts:
     fresh: bool
     _rolling: int = 0  # the step whose rollout runs
     _ahead: Future[Rollout] | None = None
-    _awaits_drafts: bool = False  # a fresh drafter has not drafted in most rounds of a rollout yet
 
     def __post_init__(self) -> None:
         self.newest = Rollout([], math.nan)
@@ -105,8 +104,7 @@ class Rollouts:
         if lost := self.speculation.learning.restore(resumed):
             self.recorder.event("resume", lost)
         self.generation.restore(drawn.begun)
-        self._awaits_drafts = self.fresh and not resumed.get("drafts", False)
-        if self._awaits_drafts and not resumed:
+        if self.fresh and not resumed:
             self.speculation.learning.start_without()
         if self.speculation.fixed is None:
             self.engines.pool.everywhere(self.speculation.set)
@@ -123,7 +121,6 @@ class Rollouts:
         """Return the state for a checkpoint, as JSON, without what `drawn` returns."""
         state = self.speculation.learning.state()
         state["ahead"] = {} if self._ahead is None else self._ahead.result().counts
-        state["drafts"] = not self._awaits_drafts
         return state
 
     def drawn(self, replay: Sequence[Group]) -> Drawn:
@@ -209,11 +206,4 @@ class Rollouts:
         rollout = self.newest if self._ahead is None else self._ahead.result()
         samples = samples_of(rollout.groups)
         delivered = accept_length(pooled(sample.accepted for sample in samples))
-        metrics = self.speculation.learn(rounds, reports, prediction, delivered)
-        if self._awaits_drafts:
-            of_all = [stats for _, of_engine in rounds for stats in of_engine]
-            line = self.speculation.began(of_all, delivered)
-            if line:
-                self.recorder.event("drafting", f"step {self._rolling + 1}: {line}")
-                self._awaits_drafts = False
-        return metrics
+        return self.speculation.learn(rounds, reports, prediction, delivered)

@@ -9,13 +9,8 @@ import torch
 from short_run import run
 
 from megatron_rlspec.commands.convert import main
-from megatron_rlspec.config import load
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run.engines import RunDraftRule
-from megatron_rlspec.speculation.learning import Learning, Saved
-from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "algorithm__tis_clip": 0, "train__eval_prompts": 1, "train__steps": 8}
@@ -39,19 +34,11 @@ def ended(plain, tmp_path_factory) -> Path:
     return run_dir
 
 
-def events(run_dir: Path, kind: str) -> list[str]:
-    return [event["message"] for event in read_records(run_dir / "events.jsonl") if event["kind"] == kind]
-
-
 @pytest.mark.slow
 def test_a_run_starts_plain_and_drafts_when_that_pays(ended):
     records = read_records(ended / "metrics.jsonl")
     plain_steps = [record.get("spec/share_off", 0.0) > 0.5 for record in records]
     assert plain_steps[0] and not plain_steps[-1]
-    (told,) = events(ended, "drafting")
-    began = plain_steps.index(False)
-    assert told.startswith(f"step {began + 1}: the engines draft now, in ")
-    assert "times as fast" not in told  # no round's cost is learnt in this run
 
 
 @pytest.mark.slow
@@ -98,14 +85,3 @@ def test_a_model_with_a_drafter_is_refused(start, tmp_path):
     output = run(start, tmp_path / "run", code=2, **OPTIONS, drafter__fresh="true")
     assert "has a drafter; expected drafter.fresh=false" in output and "Traceback" not in output
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("plain_ms", "told"), [(600.0, False), (1600.0, True)])
-def test_the_engines_are_said_to_draft_unless_their_rounds_lost_time(plain_ms, told, tmp_path, monkeypatch):
-    learning = Learning([0, 3], "", Roofline.of_layers(8))
-    speculation = RunDraftRule(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
-    rounds = [RoundStats(SpecConfig(3), 1, 40, 20, 800.0, (0, 0, 0, 20)), RoundStats(OFF, 1, 40, 12, 200.0)]
-    monkeypatch.setattr(learning, "saved", lambda *_: Saved(1000.0, plain_ms, 800.0))
-    line = speculation.began(rounds, 4.0)
-    assert bool(line) == told and ("times as fast" in line) == told
-    assert speculation.began(rounds[1:], 1.0) == ""
