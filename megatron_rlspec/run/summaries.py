@@ -36,7 +36,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if known:
         values["reward"] = float(np.mean(known))
         values["reward_std"] = float(np.std(known))
-    return _reward_parts(samples) | values | reward_by_length(samples)
+    return _reward_parts(samples) | values
 
 
 def _reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
@@ -93,17 +93,3 @@ def scored(sample: Sample) -> str:
 def _ends(text: str) -> str:
     """Return begin and end of a text, quoted."""
     return texts.shown(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}...{text[-SHOWN:]}")
-
-
-def reward_by_length(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean reward of each quarter of the samples, from the shortest responses to the longest."""
-    if len(samples) < 4:
-        return {}
-    by_length = sorted(samples, key=lambda sample: len(sample.response))
-    edges = [quarter * len(samples) // 4 for quarter in range(5)]
-    means = {}
-    for quarter in range(4):
-        known = rewards.known(by_length[edges[quarter] : edges[quarter + 1]])
-        if known:
-            means[f"reward_quarter_{quarter + 1}"] = float(np.mean(known))
-    return means

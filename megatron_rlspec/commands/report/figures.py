@@ -87,16 +87,6 @@ CHARTS = (
     Chart("Clipped tokens", "share", {"policy/pg_clipfrac": "ratio outside of the clip range"}),
     Chart("Entropy", "nats/token", {"policy/entropy": "entropy"}),
     Chart(
-        "Reward by length",
-        "",
-        {
-            "rollout/reward_quarter_1": "shortest quarter",
-            "rollout/reward_quarter_2": "second",
-            "rollout/reward_quarter_3": "third",
-            "rollout/reward_quarter_4": "longest quarter",
-        },
-    ),
-    Chart(
         "Engine beside trainer",
         "nats/token",
         {"policy/train_rollout_logprob_abs_diff": "|log-prob difference|"},
