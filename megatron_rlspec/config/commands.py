@@ -16,8 +16,8 @@ class SftConfig(Section):
     response_key: Name = Field("response", description="column of the written response")
     steps: Positive = Field(
         2000,
-        description="steps; with sft.drafter_only fewer, if the accept length has stopped rising: if an evaluation "
-        "adds less than 0.01, and with sft.held_out the last two together",
+        description="steps; with sft.drafter_only and sft.held_out fewer, if the accept length has stopped rising: if "
+        "two evaluations together add less than 0.01",
     )
     samples_per_step: Annotated[int, Field(gt=0, le=2**20)] = Field(
         128, description="responses of one step"

@@ -172,7 +172,6 @@ class Session:
             self.trainer,
             self.rank0,
             self.records,
-            self.generates,
             self.push,
             state.get("accept_lengths", []),
         )
@@ -344,12 +343,24 @@ class Session:
             )
 
     def good_enough(self) -> bool:
-        """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank."""
+        """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank.
+
+        It may if only the drafter learns, and its accept length on held-out answers has stopped rising.
+        """
         rows = self.loaded.demonstrations
         assert rows is not None
-        if not self.due(self.config.sft.eval_every):
+        options = self.config.sft
+        if not self.due(options.eval_every):
             return False
-        return self.evaluation.warm_enough(self.done, self.drafting.tokens, rows.held_out)
+        settled = False
+        if options.held_out:
+            settled = self.evaluation.settled(self.done, self.drafting.tokens, rows.held_out)
+        if self.generates:
+            with self.clock("push"):
+                self.push()
+            with self.clock("generate"):
+                self.evaluation.evaluate(f"step-{self.done:06d}", self.done)
+        return options.drafter_only and settled
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`. Counts bad steps in a row."""
