@@ -40,7 +40,7 @@ They are not accepted, but answered in one line with the name here:
 
 OTHER_NAMES
 
-A reward of your own is [a function or an address](extending.md#a-reward).
+A reward of your own is [a function](extending.md#a-reward).
 """
 
 

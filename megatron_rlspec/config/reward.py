@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Seconds, Section
 
 BUILT_IN = ("exact", "math")
-KINDS = f"{', '.join(BUILT_IN)}, FILE.py:function, module:function or an http(s) address"
+KINDS = f"{', '.join(BUILT_IN)}, FILE.py:function or module:function"
 SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float | dict"
 
 
@@ -21,9 +19,8 @@ class RewardConfig(Section):
     kind: Name = Field(
         "exact",
         description="FILE.py:function or module:function of yours; exact: response (or what follows its last #) equals "
-        f"the label; math: equal as mathematics; the function is called as {SIGNATURE}; an http(s) address gets "
-        'the four as JSON by POST; both return a number or {"reward": number, NAME: number}, recorded as '
-        "rollout/reward_NAME. In Python also a function",
+        f"the label; math: equal as mathematics; the function is called as {SIGNATURE}. It returns a number "
+        'or {"reward": number, NAME: number}, recorded as rollout/reward_NAME. In Python also the function itself',
     )
     timeout_seconds: Annotated[Seconds, Needs("reward.kind!=exact")] = Field(
         10.0, description="time limit for one sample; past it the reward has failed"
@@ -48,26 +45,6 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _known_kind(self) -> RewardConfig:
-        kind = self.kind
-        if kind in BUILT_IN or FUNCTION.fullmatch(kind):
-            return self
-        if "://" not in kind:
-            raise ValueError(f"kind={kind}: unknown reward; expected {KINDS}")
-        problem = address_problem(kind)
-        if problem:
-            raise ValueError(f"kind={kind}: {problem}; expected {KINDS}")
+        if self.kind not in BUILT_IN and not FUNCTION.fullmatch(self.kind):
+            raise ValueError(f"kind={self.kind}: unknown reward; expected {KINDS}")
         return self
-
-
-def address_problem(url: str) -> str:
-    """Return what is wrong with an http(s) address; "" if nothing is."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        return f"not an address ({error})"
-    if parts.scheme not in ("http", "https"):
-        return f"{parts.scheme or 'no'}:// is not http:// or https://"
-    if not parts.hostname or re.search(r"\s", url):
-        return "no host name in it"
-    return "port 0 cannot be reached" if port == 0 else ""

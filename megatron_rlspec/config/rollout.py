@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -18,7 +20,6 @@ from megatron_rlspec.config.base import (
     Text,
 )
 from megatron_rlspec.config.model import Length
-from megatron_rlspec.config.reward import address_problem
 from megatron_rlspec.types import Sampling
 
 MOST_SAMPLES = 2**20  # of one step
@@ -161,7 +162,7 @@ class RolloutConfig(Section):
                 "expected one of the two"
             )
         for url in self.urls:
-            if problem := address_problem(url):
+            if problem := _address_problem(url):
                 raise ValueError(f"urls={url}: {problem}; expected http://HOST:PORT")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"urls={','.join(self.urls)}: one engine twice; expected each once")
@@ -169,3 +170,17 @@ class RolloutConfig(Section):
             asked = f"urls={','.join(self.urls)}" if self.urls else f"engines={self.engines}"
             raise ValueError(f"engine=embedded runs once, inside this process, but {asked}")
         return self
+
+
+def _address_problem(url: str) -> str:
+    """Return what is wrong with an http(s) address; "" if nothing is."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"not an address ({error})"
+    if parts.scheme not in ("http", "https"):
+        return f"{parts.scheme or 'no'}:// is not http:// or https://"
+    if not parts.hostname or re.search(r"\s", url):
+        return "no host name in it"
+    return "port 0 cannot be reached" if port == 0 else ""

@@ -1,4 +1,4 @@
-"""The rewards, and the process that computes them: `python -m megatron_rlspec.tasks.reward_worker KIND LIMIT SOCKET`.
+"""The rewards, and the process that computes them: `python -m megatron_rlspec.tasks.reward_worker KIND SOCKET`.
 
 Tasks are JSON lines on standard input: {"id", "prompt", "response", "label", "metadata"}. Answers are JSON messages on
 the socket, a Unix socket that keeps message boundaries: {"id", "reward", "parts"} or {"id", "error"}. The first says
@@ -29,10 +29,8 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_rlspec.functions import imported
-from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.texts import one_line, shown
 
 # Takes prompt, response, label and metadata by name, and of EXTRAS what its signature names.
@@ -95,35 +93,6 @@ def _equal(response: str, label: str) -> float:
     return float(verify(gold, answer, timeout_seconds=None))
 
 
-def http_reward(url: str, limit: float) -> Reward:
-    """Return a reward that POSTs the sample as JSON. The server answers a number, or an object with `reward`.
-
-    Redirects are not followed: most of them make a GET of the POST, without the sample.
-    """
-    import requests
-
-    session = requests.Session()
-    # a proxy cannot reach this machine's own
-    session.trust_env = not is_loopback(urlsplit(url).hostname or "")
-
-    def reward(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> Any:
-        body: dict[str, Any] = {
-            "prompt": prompt,
-            "response": response,
-            "label": label,
-            "metadata": dict(metadata),
-        }
-        answer = session.post(url, json=body, timeout=limit, allow_redirects=False)
-        if answer.is_redirect:
-            raise ValueError(
-                f"{url} sends to {answer.headers['Location']}; expected the address that answers itself"
-            )
-        answer.raise_for_status()
-        return answer.json()
-
-    return reward
-
-
 def named_function(name: str) -> Reward:
     """Import `module:function` or `FILE.py:function`. It must take the four keyword arguments of `SIGNATURE`.
 
@@ -156,15 +125,13 @@ def wanted(reward: Reward) -> list[str]:
     return [name for name in EXTRAS if name in parameters]
 
 
-def build(kind: str, limit: float) -> Reward:
+def build(kind: str) -> Reward:
     """Return the reward that `kind` names. Raises any error that the import of a `module:function` raises."""
     if kind == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         # imports the library and builds its parsers before the first sample
         math_reward("", "1", "1", {})
         return math_reward
-    if kind.startswith(("http://", "https://")):
-        return http_reward(kind, limit)
     return named_function(kind)
 
 
@@ -232,10 +199,10 @@ class _Channel:
         os.killpg(0, signal.SIGKILL)
 
 
-def _work(kind: str, limit: float, channel: _Channel) -> None:
+def _work(kind: str, channel: _Channel) -> None:
     """Answer tasks until the process is killed."""
     try:
-        reward = build(kind, limit)
+        reward = build(kind)
     except (Exception, KeyboardInterrupt) as error:
         channel.answer(STARTED, error=one_line(error))
         return
@@ -256,14 +223,13 @@ def _work(kind: str, limit: float, channel: _Channel) -> None:
 
 def main() -> None:
     kind = sys.argv[1]
-    limit = float(sys.argv[2])
-    answers = socket.socket(fileno=int(sys.argv[3]))
+    answers = socket.socket(fileno=int(sys.argv[2]))
     answers.set_inheritable(False)
     tasks = os.dup(0)  # not inherited by programs that the reward starts
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     try:
-        _work(kind, limit, _Channel(tasks, answers))
+        _work(kind, _Channel(tasks, answers))
     except OSError:  # the reward closed the worker's channels, or the trainer has ended
         os._exit(1)
 

@@ -249,7 +249,7 @@ class _Worker:
         command = [sys.executable, "-m", "megatron_rlspec.tasks.reward_worker", self.options.kind]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(self.options.timeout_seconds), str(theirs.fileno())],
+                [*command, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=2,  # a reward's output goes to stderr
                 bufsize=0,

@@ -1,11 +1,8 @@
 """Rewards by every name, and what must not stop a run: rewards that raise, hang, die, print or answer nonsense."""
 
-import json
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import psutil
@@ -203,61 +200,6 @@ def test_no_process_is_left_behind(functions):
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     score("my_rewards:awkward", [sample(t) for t in ("hang", "fine", "die")], workers=2, timeout_seconds=0.3)
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
-
-
-class Service(BaseHTTPRequestHandler):
-    """Judges samples; other addresses redirect, or answer an object of their own. A GET, without a sample, gets 1."""
-
-    def do_GET(self):
-        self.answer(200, b"1")
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        reward = {"reward": len(body["label"])} if body["metadata"] else len(body["prompt"])
-        if self.path == "/moved":
-            self.answer(302, b"")
-        elif body["response"] == "nonsense":
-            self.answer(200, b"nonsense")
-        else:
-            self.answer(500 if body["response"] == "broken" else 200, json.dumps(reward).encode())
-
-    def answer(self, code: int, body: bytes):
-        self.send_response(code)
-        self.send_header("Location", "/other")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def url():
-    server = HTTPServer(("127.0.0.1", 0), Service)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_a_redirect_of_a_reward_server_fails_the_sample(url):
-    """It makes a GET of the POST, so the sample would not reach the server that answers."""
-    rewards, failures = score(f"{url}/moved", [sample("a")], workers=1)
-    assert rewards == [0] and "sends to /other; expected the address that answers itself" in failures[0]
-
-
-def test_http(url):
-    samples = [sample("a"), sample("b", label="four", number=1, any=1), sample("broken", number=2)]
-    rewards, failures = score(f"{url}/reward", [*samples, sample("nonsense", number=3)], workers=1)
-    assert rewards == [6, 4, 0, 0]
-    assert [line[:2] for line in failures] == ["r2", "r3"] and "500 Server Error" in failures[0]
-
-
-def test_no_proxy_lies_before_a_reward_server_of_this_machine(url, monkeypatch):
-    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9" if name == "http_proxy" else "")
-    assert reward_worker.http_reward(f"{url}/reward", 60)("prompt", "a", "", {}) == 6
 
 
 def test_worker_starts_without_heavy_imports():
