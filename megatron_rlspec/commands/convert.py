@@ -13,8 +13,8 @@ from megatron_rlspec.conversion.convert import Conversion, convert, plan
 from megatron_rlspec.conversion.drafter_files import MOST_WORDS, make_drafter
 from megatron_rlspec.conversion.run_checkpoint import is_run_checkpoint
 from megatron_rlspec.models import hub
-from megatron_rlspec.models.hf_files import CheckpointError, read_json
-from megatron_rlspec.run import identity
+from megatron_rlspec.models.hf_files import CheckpointError
+from megatron_rlspec.run import identity, state_file
 
 TOLD_EVERY = 10.0  # seconds between lines about progress
 
@@ -115,10 +115,12 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _check_model(work: Conversion) -> None:
     """Raise CheckpointError unless config.json and tokenizer come from the model that the run began with."""
-    note = work.source.resolve().with_suffix(".json")
-    # a checkpoint moved without it
-    known = read_json(note)["identity"]["model.path"] if note.exists() else ""
-    if known and known != identity.of_model(work.small_files):
+    file = state_file.of(work.source.resolve())
+    if not file.exists():  # the checkpoint was moved without it
+        return
+    if state_file.read(file).values["identity"]["model.path"] != identity.of_model(
+        work.small_files
+    ):
         raise CheckpointError(
             f"{work.small_files}: another content of model.path than the run began with, which wrote {work.source}; "
             "expected --hf DIR, that model"

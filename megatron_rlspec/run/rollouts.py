@@ -21,10 +21,10 @@ from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import stamp_finding
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.start import StartingEngines
-from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.engines import Engines, RunDraftRule
 from megatron_rlspec.run.extension import Migration
 from megatron_rlspec.run.generation import Generation
+from megatron_rlspec.run.state_file import Drawn
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning

@@ -34,7 +34,7 @@ from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.push.push import exporting
 from megatron_rlspec.records.clock import Clock
 from megatron_rlspec.run.batches import advantages, micro_batches, mini_batches
-from megatron_rlspec.run.checkpoints import Drawn, Saver
+from megatron_rlspec.run.checkpoints import Saver
 from megatron_rlspec.run.drafter_training import Drafting
 from megatron_rlspec.run.evaluation import Evaluation
 from megatron_rlspec.run.extension import Extensions
@@ -49,6 +49,7 @@ from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.result import Results
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
+from megatron_rlspec.run.state_file import Drawn, State
 from megatron_rlspec.run.trajectory import TrajectoryRecording
 from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
@@ -417,7 +418,7 @@ class Session:
         if self.loaded.followed is not None:
             self.loaded.followed.load(self.trainer, self.done)
 
-    def _state(self) -> tuple[dict[str, Any], Drawn]:
+    def _state(self) -> State:
         """Return the state of all parts for a checkpoint; called on rank 0."""
         state, drafter_rollouts = self.drafting.state()
         state["accept_lengths"] = self.evaluation.accept_lengths
@@ -425,9 +426,9 @@ class Session:
         if self.loaded.data is not None:
             state["data"] = self.loaded.data.order.state()
         if self.rollouts is None:
-            return state, Drawn(replay=drafter_rollouts)
+            return State(state, Drawn(replay=drafter_rollouts))
         state |= self.rollouts.state()
-        return state, self.rollouts.drawn(drafter_rollouts)
+        return State(state, self.rollouts.drawn(drafter_rollouts))
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""

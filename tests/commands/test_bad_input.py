@@ -75,16 +75,17 @@ def session(settings: str) -> Act:
 
 
 def pending(content: bytes | None) -> Act:
-    """Resume from a checkpoint whose drawn rollout is missing or damaged."""
+    """Resume from a checkpoint whose state is missing or damaged."""
 
     def act(place: Place) -> None:
-        from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
+        from megatron_rlspec.run.checkpoints import Checkpoints
+        from megatron_rlspec.run.state_file import Drawn, write
         from megatron_rlspec.types import Group, Prompt
 
         checkpoints = Checkpoints(place.here)
-        checkpoints.write_state(2, {}, Drawn([Group(Prompt(0, np.arange(2)), [])]))
-        assert checkpoints.read_state(checkpoints.path(2))[1].ahead
-        file = place.here / "checkpoints/step-000002.groups"
+        file = place.here / "checkpoints/step-000002.state"
+        write(file, {}, Drawn([Group(Prompt(0, np.arange(2)), [])]))
+        assert checkpoints.read_state(checkpoints.path(2)).drawn.ahead
         file.unlink() if content is None else file.write_bytes(content)
         checkpoints.read_state(checkpoints.path(2))
 
@@ -93,12 +94,12 @@ def pending(content: bytes | None) -> Act:
 
 ROWS += [
     (
-        "drawn rollout missing",
+        "state missing",
         CheckpointError,
         pending(None),
-        ("step-000002.groups: No such file", "step-000002 to go on"),
+        ("step-000002.state: no such file", "earlier version", "step-000002 to go on"),
     ),
-    ("drawn rollout cut", CheckpointError, pending(b"\x92\x82"), ("step-000002.groups: its checksum differs",)),
+    ("state cut", CheckpointError, pending(b"\x92\x82"), ("step-000002.state: its checksum differs",)),
     ("dense experts", ConfigError, session("parallel.expert=2"), ("config.json of", "parallel.expert=2")),
     ("run's cost table missing", CostTableError, session("spec.cost_table=no.json"), ("no.json: No such file",)),
 ]

@@ -18,7 +18,7 @@ from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.run import identity
+from megatron_rlspec.run import identity, state_file
 
 
 def hf_directory(tmp_path, model="mimo", **changes):
@@ -83,7 +83,7 @@ def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_
     tensor_file.save(held, step / "policy-tensor0-pipeline0.safetensors")
     (tmp_path / "run/config.json").write_text(json.dumps({"model": {"path": "hf"}, "drafter": {"path": ""}}))
     known = {"model.path": identity.of_model(tmp_path / "hf")}
-    step.with_suffix(".json").write_text(json.dumps({"identity": known}))
+    state_file.write(state_file.of(step), {"identity": known}, state_file.Drawn())
     (tmp_path / "elsewhere").mkdir()
     shutil.copytree(tmp_path / "hf", tmp_path / "elsewhere/hf")
     (tmp_path / "elsewhere/hf/config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))

@@ -15,7 +15,9 @@ from short_run import TESTS, run, words
 
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run.checkpoints import Checkpoints, Drawn, _checksum
+from megatron_rlspec.run import state_file
+from megatron_rlspec.run.checkpoints import Checkpoints
+from megatron_rlspec.run.state_file import Drawn
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1, "train__steps": 2}
 
@@ -136,16 +138,11 @@ def state(**values: object) -> Callable[[Path], None]:
     """Change values of the state and make its checksum right again."""
 
     def act(folder: Path) -> None:
-        path = next(folder.glob("*.json"))
-        content = json.loads(path.read_text()) | values
-        del content["checksum"]
-        path.write_text(json.dumps(content | {"checksum": _checksum(content)}))
+        path = next(folder.glob("*.state"))
+        before = state_file.read(path)
+        state_file.write(path, before.values | values, before.drawn)
 
     return act
-
-
-def text(content: str) -> Callable[[Path], None]:
-    return lambda folder: next(folder.glob("*.json")).write_text(content)
 
 
 NAME = "parameter.decoder.final_layernorm.weight"
@@ -155,19 +152,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "bit of the policy": (flip_in(POLICY, 0.3), ("policy-tensor0", "checksum differs", "to go on with")),
     "bit of the drafter": (flip_in(DRAFTER, 0.7), ("drafter-tensor0", "checksum differs")),
     "tensor missing": (rewrite(POLICY, lambda t, _: t.pop(NAME)), ("policy-tensor0", NAME)),
-    "state position": (
-        lambda f: text(next(f.glob("*.json")).read_text().replace('"position": ', '"position": 1'))(f),
-        ("step-000002.json", "checksum differs"),
-    ),
+    "bit of the state": (flip_in("*.state", 0.5), ("step-000002.state", "checksum differs", "to go on with")),
     "another version": (state(version="9.9"), ("version 9.9 of megatron_rlspec wrote it", "go on with that version")),
-    "state missing": (lambda folder: next(folder.glob("*.json")).unlink(), ("step-000002.json: No such file",)),
+    "state missing": (
+        lambda folder: next(folder.glob("*.state")).unlink(),
+        ("step-000002.state: no such file", "an earlier version of megatron_rlspec", "to go on with"),
+    ),
     "file missing": (lambda folder: next(folder.glob(DRAFTER)).unlink(), ("drafter-tensor0", "no such file")),
     "file cut": (lambda f: os.truncate(next(f.glob(POLICY)), 5000), ("policy-tensor0", "truncated")),
     "layout": (lambda f: (f / "step-000002/layout.json").write_text("{}"), ("was written with tensor=None",)),
 }
 
 
-FAST = ("another version", "bit of the policy", "tensor missing", "state position")
+FAST = ("another version", "bit of the policy", "tensor missing", "bit of the state", "state missing")
 
 
 @pytest.mark.parametrize(
@@ -203,11 +200,11 @@ def test_a_checkpoint_beyond_the_runs_end_is_refused(start, copy):
 def test_pruning_removes_what_killed_writes_left(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2, 3):
-        checkpoints.write_state(step, {}, Drawn())
-        checkpoints.path(step).mkdir()
-    checkpoints.write_state(4, {}, Drawn())
+        checkpoints.path(step).mkdir(parents=True)
+    for step in (1, 2, 3, 4):
+        state_file.write(state_file.of(checkpoints.path(step)), {}, Drawn())
     (checkpoints.folder / ".step-000004.partial").mkdir()
-    (checkpoints.folder / ".step-000004.json.123.partial").write_text("")
+    (checkpoints.folder / ".step-000004.state.123.partial").write_text("")
     checkpoints.prune()
     names = {path.name for path in checkpoints.folder.iterdir()}
-    assert names == {"step-000002", "step-000002.json", "step-000003", "step-000003.json"}
+    assert names == {"step-000002", "step-000002.state", "step-000003", "step-000003.state"}

@@ -87,7 +87,7 @@ def test_a_mixture_goes_through_rl_with_split_experts_a_real_engine_and_a_resume
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     for lost in ("hf", "checkpoints/step-000016"):
         shutil.rmtree(tmp_path / "again" / lost)
-    (tmp_path / "again/checkpoints/step-000016.json").unlink()
+    (tmp_path / "again/checkpoints/step-000016.state").unlink()
     finish(train(mixture, tmp_path / "again", ranks=2, train__resume="true", **options))
     for file in (tmp_path / "whole/hf").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "again/hf" / file.name).read_bytes(), file.name

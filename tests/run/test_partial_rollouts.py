@@ -10,9 +10,10 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.noise import seed_of as seed
 from megatron_rlspec.rollout.placement import GpuLayout
-from megatron_rlspec.run.checkpoints import Checkpoints, Drawn
+from megatron_rlspec.run import state_file
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import build_rollouts, start_rollouts
+from megatron_rlspec.run.state_file import Drawn
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Request
@@ -88,8 +89,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     for step in range(STEPS):
         if step == 2:
             order = run.prompts.order.state()
-            checkpoints = Checkpoints(tmp_path)
-            checkpoints.write_state(2, run.rollouts.state(), run.rollouts.drawn(()))
+            state_file.write(tmp_path / "2.state", run.rollouts.state(), run.rollouts.drawn(()))
         steps.append(run.step(step))
         assert [len(group.samples) for group in steps[-1]] == [SAMPLES] * WANTED
     begun = run.rollouts.generation.begun
@@ -110,7 +110,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
     if "dynamic_sampling" in changed:  # the moment at which a reward is known decides when a batch is full
         assert all(len({s.reward for s in group.samples}) > 1 for groups in steps for group in groups)
         return
-    state, drawn = checkpoints.read_state(checkpoints.path(2))
+    state, drawn = state_file.read(tmp_path / "2.state")
     resumed = Run(config, tmp_path, state, drawn, order)
     if "chosen_drafts" in changed:  # what is accepted decides which samples a step ends with
         later = [sample for step in range(2, STEPS) for group in resumed.step(step) for sample in group.samples]

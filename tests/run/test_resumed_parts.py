@@ -8,9 +8,9 @@ import pytest
 
 from megatron_rlspec import loop
 from megatron_rlspec.config import load
-from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.drafter_training import Drafting
 from megatron_rlspec.run.extension import DrafterSchedule
+from megatron_rlspec.run.state_file import Drawn
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample
 
