@@ -30,7 +30,7 @@ from megatron_rlspec.tasks import data
 from megatron_rlspec.texts import printable
 
 if TYPE_CHECKING:
-    from megatron_rlspec.run.extension import Extensions
+    from megatron_rlspec.run.extension import DrafterScheduleBuilder, Extensions
 
 Name = Command | Literal["answer"]
 TORCHRUN = (
@@ -155,14 +155,17 @@ def extensions(config: Config) -> Extensions:
     """Return the extensions that a configuration asks for. With its defaults, on one rank, none is imported."""
     from megatron_rlspec.run.extension import Extensions
 
-    schedule = None
+    schedule: DrafterScheduleBuilder | None = None
     drafter = config.drafter
-    if drafter.train and (
-        drafter.separate or drafter.update_every > 1 or drafter.reward_weight != "none"
-    ):
+    chooses = drafter.separate or drafter.update_every > 1 or drafter.reward_weight != "none"
+    if drafter.train and chooses:
         from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 
         schedule = OnlineLearner
+    elif drafter.train and drafter.fresh and not config.replay.run:
+        from megatron_rlspec.extensions.drafter_schedules.fresh import FreshLearner
+
+        schedule = FreshLearner
 
     migration = None
     if migrates(config):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.host import ranks
-from megatron_rlspec.run.batches import micro_batches
 from megatron_rlspec.run.extension import DrafterSchedule, DrafterScheduleBuilder
 from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
@@ -21,16 +18,6 @@ from megatron_rlspec.types import Group, Sample, samples_of
 # quarter of 32 short samples a drafter learnt a third of what it learnt from all of 128.
 SHARE = 0.25
 LEAST_TOKENS = 2048
-# A fresh drafter learns from earlier rollouts, too, for so many steps and tokens at least. Large steps have the tokens
-# in ten steps; small ones, whose seconds are few, take longer.
-FRESH_STEPS = 10
-FRESH_LEARNT = 262144
-FRESH_UPDATES = 8  # for as many samples as a step has
-# that it learns from after a small step; after a large one a quarter of the step's
-FRESH_TOKENS = 32768
-# What this may take: of the step, and of its generation, of which drafts can save a part.
-FRESH_OF_STEP = 0.25
-FRESH_OF_GENERATION = 0.5
 
 
 def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[int]) -> np.ndarray:
@@ -49,82 +36,6 @@ def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[i
     chosen = np.zeros(len(lengths), np.float32)
     chosen[order[:number]] = 1
     return chosen
-
-
-def newest_groups(groups: Sequence[Group], tokens: int) -> list[Group]:
-    """Return the last groups that have at most so many tokens together; at least one."""
-    room = tokens
-    first = len(groups)
-    while first:
-        room -= sum(len(sample.tokens) for sample in groups[first - 1].samples)
-        if room < 0:
-            break
-        first -= 1
-    return list(groups[min(first, len(groups) - 1) :])
-
-
-class FreshSchedule(DrafterSchedule):
-    """Updates a fresh drafter several times after each of a run's first steps, on the newest rollouts."""
-
-    def __init__(
-        self, trainer: Trainer, rollouts: Sequence[Group], state: Mapping[str, Any]
-    ) -> None:
-        """`rollouts`, `state`: what a checkpoint has of `state`; empty at the start."""
-        self._trainer = trainer
-        self._learnt = int(state.get("learnt", 0))  # tokens
-        self._rollouts = list(rollouts)
-        self._newest: Sequence[Group] = ()
-
-    def observe(self, groups: Sequence[Group]) -> None:
-        self._newest = groups
-
-    def train_step(
-        self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
-    ) -> dict[str, float]:
-        began = time.perf_counter()
-        metrics = train(True)
-        if self._ended(step):
-            return metrics
-        generated = rollout_seconds or 0.0
-        of_step = FRESH_OF_STEP * (generated + time.perf_counter() - began)
-        return metrics | self.teach(step, min(of_step, FRESH_OF_GENERATION * generated))
-
-    def _ended(self, step: int) -> bool:
-        return step >= FRESH_STEPS and self._learnt >= FRESH_LEARNT
-
-    def teach(self, step: int, seconds: float) -> dict[str, float]:
-        """Update the drafter. The policy runs forward only.
-
-        It ends when another update would exceed the `seconds` of rank 0, but does not read them with
-        train.deterministic. Collective. Returns metrics.
-        """
-        began = time.perf_counter()
-        newest = samples_of(self._newest)
-        tokens = int(SHARE * sum(len(sample.tokens) for sample in newest))
-        rollouts = [*self._rollouts, *self._newest]
-        self._rollouts = newest_groups(rollouts, max(FRESH_TOKENS, tokens))
-        samples = samples_of(self._rollouts)
-        order = np.random.default_rng(step).permutation(len(samples))
-        each = -(-len(newest) // FRESH_UPDATES)  # samples of an update
-        prediction = self._trainer.prediction
-        spent = 0.0
-        for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
-            taught = [samples[i] for i in part]
-            batches = micro_batches(self._trainer, taught)
-            self._trainer.train_step(batches, objective="grpo", train_policy=False)
-            self._learnt += sum(len(sample.tokens) for sample in taught)
-            spent = time.perf_counter() - began
-            late = spent * (done + 1) / done > seconds  # the next update would be
-            if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
-                break
-        self._trainer.prediction = prediction  # of texts that it had not learnt from
-        if self._ended(step + 1):
-            self._rollouts = []
-            self._newest = ()
-        return {"drafter/seconds_fresh": spent}
-
-    def state(self) -> tuple[dict[str, Any], list[Group]]:
-        return {"learnt": self._learnt}, self._rollouts
 
 
 class Drafting:
@@ -168,8 +79,6 @@ class Drafting:
             if loaded.followed is not None:
                 load_policy = partial(loaded.followed.load, trainer)
             schedule = extension(trainer, load_policy, state.get("online", {}), rollouts)
-        elif learns_from_rollouts and config.drafter.fresh and not config.replay.run:
-            schedule = FreshSchedule(trainer, rollouts, state.get("online", {}))
         drafting = cls(trainer, loaded.vocabulary, schedule, learns_from_rollouts)
         drafting.restore(state)
         return drafting

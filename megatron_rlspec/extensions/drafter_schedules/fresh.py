@@ -1,0 +1,107 @@
+"""A fresh drafter learns from the newest rollouts again, after each of a run's first steps (`drafter.fresh`).
+
+Only the drafter's parameters change, so the policy and its texts are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rlspec.host import ranks
+from megatron_rlspec.run.batches import micro_batches
+from megatron_rlspec.run.drafter_training import SHARE
+from megatron_rlspec.run.extension import DrafterSchedule
+from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.types import Group, samples_of
+
+# It goes on for so many steps and tokens at least. Large steps have the tokens in ten steps; small ones, whose seconds
+# are few, take longer.
+STEPS = 10
+LEARNT = 262144
+UPDATES = 8  # for as many samples as a step has
+TOKENS = 32768  # of the newest rollouts, after a small step; after a large one as many as `SHARE` of the step's
+# What this may take: of the step, and of its generation, of which drafts can save a part.
+OF_STEP = 0.25
+OF_GENERATION = 0.5
+
+
+def newest_groups(groups: Sequence[Group], tokens: int) -> list[Group]:
+    """Return the last groups that have at most so many tokens together; at least one."""
+    room = tokens
+    first = len(groups)
+    while first:
+        room -= sum(len(sample.tokens) for sample in groups[first - 1].samples)
+        if room < 0:
+            break
+        first -= 1
+    return list(groups[min(first, len(groups) - 1) :])
+
+
+class FreshLearner(DrafterSchedule):
+    """Updates a fresh drafter several times after each of a run's first steps, beside the update in the step."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        load_policy: Callable[[int], None] | None,
+        state: Mapping[str, Any],
+        groups: Sequence[Group],
+    ) -> None:
+        """Take up `state` and `groups`, which a checkpoint has of `state()`; see `DrafterScheduleBuilder`."""
+        self._trainer = trainer
+        self._learnt = int(state.get("learnt", 0))  # tokens
+        self._rollouts = list(groups)
+        self._newest: Sequence[Group] = ()
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        self._newest = groups
+
+    def train_step(
+        self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
+    ) -> dict[str, float]:
+        began = time.perf_counter()
+        metrics = train(True)
+        if self._ended(step):
+            return metrics
+        generated = rollout_seconds or 0.0
+        of_step = OF_STEP * (generated + time.perf_counter() - began)
+        return metrics | self.teach(step, min(of_step, OF_GENERATION * generated))
+
+    def _ended(self, step: int) -> bool:
+        return step >= STEPS and self._learnt >= LEARNT
+
+    def teach(self, step: int, seconds: float) -> dict[str, float]:
+        """Update the drafter. The policy runs forward only.
+
+        It ends when another update would exceed the `seconds` of rank 0, but does not read them with
+        train.deterministic. Collective. Returns metrics.
+        """
+        began = time.perf_counter()
+        newest = samples_of(self._newest)
+        tokens = int(SHARE * sum(len(sample.tokens) for sample in newest))
+        self._rollouts = newest_groups([*self._rollouts, *self._newest], max(TOKENS, tokens))
+        samples = samples_of(self._rollouts)
+        order = np.random.default_rng(step).permutation(len(samples))
+        each = -(-len(newest) // UPDATES)  # samples of an update
+        prediction = self._trainer.prediction
+        spent = 0.0
+        for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
+            taught = [samples[i] for i in part]
+            batches = micro_batches(self._trainer, taught)
+            self._trainer.train_step(batches, objective="grpo", train_policy=False)
+            self._learnt += sum(len(sample.tokens) for sample in taught)
+            spent = time.perf_counter() - began
+            late = spent * (done + 1) / done > seconds  # the next update would be
+            if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
+                break
+        self._trainer.prediction = prediction  # of texts that it had not learnt from
+        if self._ended(step + 1):
+            self._rollouts = []
+        return {"drafter/seconds_fresh": spent}
+
+    def state(self) -> tuple[dict[str, Any], list[Group]]:
+        return {"learnt": self._learnt}, self._rollouts
