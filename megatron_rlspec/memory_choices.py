@@ -16,6 +16,7 @@ from megatron_rlspec.memory_estimate import (
     engine_share,
     needed_tokens,
     step_room,
+    trainer_memory,
 )
 
 
@@ -42,7 +43,7 @@ class Hardware:
 class Fit:
     """Fits engines of a model beside trainer ranks.
 
-    parameters  of the model, drafter included
+    parameters, experts  of the model, drafter included: all, and those of routed experts
 
     `kept`: bytes that a trainer rank keeps on each GPU of an engine; None: engines have GPUs of their own.
     """
@@ -50,6 +51,12 @@ class Fit:
     hf_config: Mapping[str, Any]
     parameters: int
     machine: Hardware
+    experts: int = 0
+
+    def rank(self, config: Config) -> RankMemory:
+        return trainer_memory(
+            config, self.hf_config, self.parameters, self.experts, self.machine.world
+        )
 
     def engine(self, config: Config) -> EngineMemory:
         gpu = self.machine.gpu

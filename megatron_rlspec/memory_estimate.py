@@ -114,20 +114,6 @@ class EngineShare:
     kv_tokens: int
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes that a layout has to hold.
-
-    gpu      of one GPU
-    trainer  a trainer rank
-    engine   an engine
-    """
-
-    gpu: int
-    trainer: RankMemory
-    engine: EngineMemory
-
-
 def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> RankMemory:
     """Estimate a rank of a job of `world` ranks, between steps.
 
@@ -182,7 +168,11 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | 
 def trainer_memory(
     config: Config, hf_config: Mapping[str, Any], parameters: int, experts: int, world: int
 ) -> RankMemory:
-    """Estimate what a trainer rank needs. Arguments as for `needs`."""
+    """Estimate what a trainer rank needs. It has an equal share of the parameters; `--dry-run` counts them.
+
+    parameters, experts  of the model, drafter included: all, and those of routed experts
+    world                ranks of the job
+    """
     shards = config.parallel.tensor * config.parallel.pipeline
     dense = (parameters - experts) // shards
     trainer = rank_memory(config, world, dense, experts // (shards * config.parallel.expert))
@@ -245,26 +235,6 @@ def engine_memory(
         attention=attention,
         working=max(sglang_leaves, counted, FLOOR if gpu > 60 * GIB else 0),
     )
-
-
-def needs(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    gpu: int,
-    parameters: int,
-    experts: int,
-    world: int,
-    hopper: bool = True,
-) -> Need:
-    """Estimate what a run needs. A rank has an equal share of the parameters; `--dry-run` counts them.
-
-    gpu                  bytes of one GPU
-    parameters, experts  of the model, drafter included: all, and those of routed experts
-    world                ranks of the job
-    hopper               whether the GPUs are of compute capability 9
-    """
-    trainer = trainer_memory(config, hf_config, parameters, experts, world)
-    return Need(gpu, trainer, engine_memory(config, hf_config, gpu, parameters, hopper))
 
 
 def _graph_bytes(batch: int, drafting: Sequence[int]) -> int:

@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rlspec.config import ConfigError
-from megatron_rlspec.memory_estimate import Need, check_rank, engine_share, step_room
+from megatron_rlspec.memory_estimate import (
+    EngineMemory,
+    RankMemory,
+    check_rank,
+    engine_share,
+    step_room,
+)
 
 Mode = Literal["none", "disaggregated", "colocated"]
 
@@ -136,18 +142,16 @@ def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:
         )
 
 
-def with_memory(layout: GpuLayout, need: Need) -> GpuLayout:
-    """Fill in the memory of the engines. Raises ConfigError if a trainer rank or an engine does not fit.
+def with_memory(
+    layout: GpuLayout, gpu: int, trainer: RankMemory, engine: EngineMemory
+) -> GpuLayout:
+    """Fill in the memory of the engines. Raises ConfigError if GPUs of `gpu` bytes do not hold a rank or an engine.
 
     Colocated, the trainer keeps weights and optimizer while engines generate, and sleeping engines keep a part.
     """
-    room = step_room(need.gpu, need.engine if layout.colocated else None)
-    check_rank(need.trainer, room, "a trainer rank, by estimate,")
-    share = engine_share(
-        need.engine,
-        need.gpu,
-        trainer=need.trainer.between_steps if layout.colocated else None,
-    )
+    room = step_room(gpu, engine if layout.colocated else None)
+    check_rank(trainer, room, "a trainer rank, by estimate,")
+    share = engine_share(engine, gpu, trainer.between_steps if layout.colocated else None)
     tokens = share.kv_tokens if layout.colocated else 0
     return replace(
         layout, mem_fraction=share.mem_fraction, tokens=tokens, kv_tokens=share.kv_tokens

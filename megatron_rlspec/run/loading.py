@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron_rlspec import custom, memory_choices, memory_estimate
+from megatron_rlspec import custom, memory_choices
 from megatron_rlspec.config import Command, Config, ConfigError
 from megatron_rlspec.conversion.drafter_files import read_model, words
 from megatron_rlspec.engine import RolloutEngine
-from megatron_rlspec.memory_choices import Hardware
-from megatron_rlspec.memory_estimate import cache_line
+from megatron_rlspec.memory_choices import Fit, Hardware
+from megatron_rlspec.memory_estimate import cache_line, check_rank, step_room
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.hf_files import LazyTensors
@@ -275,23 +275,21 @@ def place(
     placement.check_heads(hf_config, options.tensor)
     if layout.colocated:
         placement.check_colocated(config.rollout.staleness, config.drafter.overlap)
-    machine = hardware()
-    parameters, experts = placement.count_parameters(tensors)
-    need = memory_estimate.needs(
-        config, hf_config, machine.gpu, parameters, experts, machine.world, machine.hopper
-    )
-    return placement.with_memory(layout, need)
+    fit = fit_here(hf_config, tensors)
+    return placement.with_memory(layout, fit.machine.gpu, fit.rank(config), fit.engine(config))
 
 
-def hardware() -> Hardware:
-    """Return the GPUs of this node, of which there is at least one, and the ranks of the job."""
-    return Hardware(
+def fit_here(hf_config: Mapping[str, Any], tensors: LazyTensors) -> Fit:
+    """Return how a model fits the GPUs of this node, of which there is at least one, and the ranks of the job."""
+    machine = Hardware(
         gpus=len(placement.devices(os.environ, torch.cuda.device_count())),
         gpu=torch.cuda.get_device_properties(0).total_memory,
         ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         world=int(os.environ.get("WORLD_SIZE", "1")),
         hopper=torch.cuda.get_device_capability(0)[0] == 9,
     )
+    parameters, experts = placement.count_parameters(tensors)
+    return Fit(hf_config, parameters, machine, experts)
 
 
 def settle(config: Config, command: Command, engines_open: bool) -> Config:
@@ -301,25 +299,19 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
     """
     if not placement.devices(os.environ, torch.cuda.device_count()):
         return config
-    machine = hardware()
-    world = machine.world
-    config = memory_choices.with_distributed(config, world)
-    hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    parameters, experts = placement.count_parameters(tensors)
+    fit = fit_here(*read_model(config.model.path, config.drafter.path))
+    config = memory_choices.with_distributed(config, fit.machine.world)
     rollout = config.rollout
     launches = config.generates(command) and rollout.engine == "sglang" and not rollout.urls
-    rank = memory_estimate.trainer_memory(config, hf_config, parameters, experts, world)
-    fit = memory_choices.Fit(hf_config, parameters, machine)
     config, lines = memory_choices.settled(
-        config, fit, rank, launches=launches, engines_open=engines_open
+        config, fit, fit.rank(config), launches=launches, engines_open=engines_open
     )
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             print(f"rlspec {command}: {line}", flush=True)
     if not launches:  # with engines of its own, the placement checks it
-        rank = memory_estimate.trainer_memory(config, hf_config, parameters, experts, world)
-        room = memory_estimate.step_room(machine.gpu)
-        memory_estimate.check_rank(rank, room, "a trainer rank, by estimate,")
+        room = step_room(fit.machine.gpu)
+        check_rank(fit.rank(config), room, "a trainer rank, by estimate,")
     return config
 
 

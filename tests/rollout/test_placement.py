@@ -14,7 +14,7 @@ import torch
 
 from megatron_rlspec import memory_choices, memory_estimate
 from megatron_rlspec.config import Config, ConfigError, load
-from megatron_rlspec.memory_estimate import GIB, EngineMemory, Need, RankMemory, needs
+from megatron_rlspec.memory_estimate import GIB, EngineMemory, RankMemory
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.placement import GpuLayout, place, with_memory
 from megatron_rlspec.rollout.sglang import scratch
@@ -177,9 +177,9 @@ class Shapes(dict):
 
 
 def need_of(gpu, weights, trainer=0, fixed=0):
-    """Return needs in GiB. A sample takes 1 GiB of KV cache."""
+    """Return what `with_memory` takes, of sizes in GiB. A sample takes 1 GiB of KV cache."""
     engine = EngineMemory(1, weights * GIB, 1 << 17, 8192, cuda_graphs=fixed * GIB, attention=0, working=14 * GIB)
-    return Need(gpu * GIB, RankMemory(trainer * GIB, 0, 0), engine)
+    return gpu * GIB, RankMemory(trainer * GIB, 0, 0), engine
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def need_of(gpu, weights, trainer=0, fixed=0):
 def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
     layout = place(("0", "1") if mode == "disaggregated" else ("0",), 1, 1, 1, mode)
     if isinstance(expected, tuple):
-        placed = with_memory(layout, need)
+        placed = with_memory(layout, *need)
         assert (placed.mem_fraction, placed.tokens) == expected
         given = engine_arguments(load(None, {"model.path": "m"}), placed)
         assert given[given.index("--max-total-tokens") + 1] == str(expected[1])
@@ -205,7 +205,7 @@ def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
         assert own[-4:] == ["--attention-backend", "triton", "--mem-fraction-static", "0.4"]  # the last one counts
         return
     with pytest.raises(ConfigError) as refused:
-        with_memory(layout, need)
+        with_memory(layout, *need)
     assert expected in str(refused.value)
 
 
@@ -262,7 +262,7 @@ def test_the_memory_of_a_token():
 def test_ranks_hold_their_share_of_the_experts():
     """8 ranks in two groups of 4 replicas: each holds a fourth of the experts, and every expert is stepped by 2."""
     config = load(None, {"parallel.expert": "4", "optimizer.distributed": "true"})
-    trainer = needs(config, MIMO, 80 * GIB, 8_800, 8_000, 8).trainer
+    trainer = memory_estimate.trainer_memory(config, MIMO, 8_800, 8_000, 8)
     assert trainer.total - trainer.activations == 2_800 * 6 + (100 + 1_000) * 12
     assert trainer.between_steps == 2_800 * 2 + (100 + 1_000) * 12  # gradients are freed while engines generate
 
@@ -280,14 +280,11 @@ NODE = memory_choices.Hardware(gpus=8, gpu=int(79.2 * GIB), ranks=8, world=8)
 def settled(options, machine=NODE, engines_open=True):
     """Return the configuration of a run of an 8B model with a drafter, its choices, and its layout."""
     config = memory_choices.with_distributed(load(None, ANSWERS_OF_16K | options), machine.world)
-    size = 8_590_000_000
-    rank = memory_estimate.trainer_memory(config, QWEN3_8B, size, 0, machine.world)
-    fit = memory_choices.Fit(QWEN3_8B, size, machine)
-    config, lines = memory_choices.settled(config, fit, rank, launches=True, engines_open=engines_open)
-    need = needs(config, QWEN3_8B, machine.gpu, size, 0, machine.world)
+    fit = memory_choices.Fit(QWEN3_8B, 8_590_000_000, machine)
+    config, lines = memory_choices.settled(config, fit, fit.rank(config), launches=True, engines_open=engines_open)
     gpus = [str(i) for i in range(machine.gpus)]
     layout = place(gpus, machine.ranks, config.rollout.engines, config.placement.tensor, "auto")
-    return config, lines, with_memory(layout, need)
+    return config, lines, with_memory(layout, machine.gpu, fit.rank(config), fit.engine(config))
 
 
 SPLIT = {"parallel.tensor": "2", "parallel.sequence": "true"}

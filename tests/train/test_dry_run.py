@@ -12,7 +12,7 @@ from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
 from megatron_rlspec.commands import training
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.memory_estimate import GIB, activation_bytes, engine_share, needs
+from megatron_rlspec.memory_estimate import GIB, activation_bytes, engine_memory, engine_share, trainer_memory
 from megatron_rlspec.train import dry_run, stages
 from megatron_rlspec.train.step import Trainer
 
@@ -250,9 +250,10 @@ def test_a_dry_run_says_how_many_samples_an_engine_holds_at_once():
     assert own.startswith("on GPUs of its own: KV cache of ")
     assert lines["colocated"][-1] == beside
     cfg = load(None, {"parallel.tensor": "2", "optimizer.distributed": "true", "model.max_length": "16384"})
-    need = needs(cfg, MIMO, int(79.2 * GIB), sum(counted(MIMO)), 0, 8)
-    trainer = need.trainer.between_steps
+    gpu, parameters = int(79.2 * GIB), sum(counted(MIMO))
+    trainer = trainer_memory(cfg, MIMO, parameters, 0, 8).between_steps
+    engine = engine_memory(cfg, MIMO, gpu, parameters)
     for line, kept in ((own, None), (beside, trainer)):
         tokens = int(line.partition("KV cache of ")[2].partition(" tokens")[0].replace(",", ""))
-        assert tokens == pytest.approx(engine_share(need.engine, need.gpu, kept).kv_tokens, abs=100)
+        assert tokens == pytest.approx(engine_share(engine, gpu, kept).kv_tokens, abs=100)
         assert f"{tokens / 16384:.1f} samples of 16,384 tokens at once" in line
