@@ -49,7 +49,7 @@ def test_the_users_own_hooks_are_kept_and_called():
     given = read_flags(added.flags)
     assert "--mtp-num-layers" not in given and "--sglang-speculative-num-steps" not in given
     assert added.settings["user_functions"] == {"--rollout-function-path": "my.rollout"}
-    assert given["--rollout-function-path"].endswith("metrics.generate_rollout")
+    assert given["--rollout-function-path"].endswith("rollout.generate_rollout")
 
 
 @pytest.mark.parametrize(

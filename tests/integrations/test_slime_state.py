@@ -56,17 +56,17 @@ def test_slimes_accept_length_counts_delivered_tokens(monkeypatch):
     monkeypatch.syspath_prepend(os.environ["RLSPEC_SLIME"])
     from slime.utils.types import Sample
 
-    from megatron_rlspec.integrations.slime import metrics
+    from megatron_rlspec.integrations.slime import acceptance, rollout
 
     info = Sample.SpecInfo()
     counts = {"spec_verify_ct": 3, "completion_tokens": 6, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 9}
     info.add(counts | {"spec_correct_drafts_histogram": [1, 0, 1, 1], "rlspec_drafted": [0, 1, 1, 0, 0, 1]})
-    assert info.histogram == [2, 0, 1] and metrics.acceptance([info])["accept_length"] == pytest.approx((6 - 1) / 3)
+    assert info.histogram == [2, 0, 1] and acceptance.metrics([info])["accept_length"] == pytest.approx((6 - 1) / 3)
 
     sample = Sample(spec_info=info)
     seen = []
     learning = SimpleNamespace(state=dict)
     after = SimpleNamespace(after_rollout=lambda urls, delivered: seen.append(delivered) or {}, learning=learning)
-    monkeypatch.setattr(metrics, "_speculation", after)
-    metrics.after(SimpleNamespace(), [], metrics.flat([[sample], [[sample]]]))
+    monkeypatch.setattr(rollout, "_speculation", after)
+    rollout.after(SimpleNamespace(), [], rollout.flat([[sample], [[sample]]]))
     assert seen == [pytest.approx((6 - 1) / 3)]

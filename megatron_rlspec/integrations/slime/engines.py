@@ -2,7 +2,7 @@
 
 `urls` are those of plain `sglang.launch_server` processes with the plugin (`RLSPEC_SGLANG` set), which adds the routes
 that are used here. `sent` are the fingerprints of every tensor of one push, by their names in the checkpoint. This file
-imports no slime, no Ray and no Megatron: `push.py` and `metrics.py` call it from slime's own classes. `speculation.py`
+imports no slime, no Ray and no Megatron: `push.py` and `rollout.py` call it from slime's own classes. `speculation.py`
 sets the engines' rules.
 """
 

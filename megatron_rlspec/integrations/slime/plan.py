@@ -25,14 +25,14 @@ from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Verifier
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
-METRICS = "megatron_rlspec.integrations.slime.metrics"
+ROLLOUT = "megatron_rlspec.integrations.slime.rollout"
 # slime's flag -> our function, which calls the user's own
 FUNCTIONS = {
     "--custom-megatron-init-path": f"{HOOKS}.init",
     "--custom-model-provider-path": f"{HOOKS}.model_provider",
-    "--rollout-function-path": f"{METRICS}.generate_rollout",
-    "--eval-function-path": f"{METRICS}.generate_rollout",
-    "--custom-rollout-log-function-path": f"{METRICS}.log_rollout",
+    "--rollout-function-path": f"{ROLLOUT}.generate_rollout",
+    "--eval-function-path": f"{ROLLOUT}.generate_rollout",
+    "--custom-rollout-log-function-path": f"{ROLLOUT}.log_rollout",
 }
 ADAPTIVE = "--sglang-speculative-adaptive"
 # Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.

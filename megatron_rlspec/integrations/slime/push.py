@@ -3,7 +3,7 @@
 `wrap()` wraps `update_weights` of slime's updaters (CUDA IPC, NCCL, disk deltas). Tensors are fingerprinted where the
 updater has them under the checkpoint's names. Afterwards rank 0 asks every engine what it holds. A second push is
 collective, like the first: rank 0 decides, and the others follow. The full disk update ends in slime's
-driver, after these ranks have finished: its fingerprints are written beside its files, for `metrics.py`.
+driver, after these ranks have finished: its fingerprints are written beside its files, for `rollout.py`.
 """
 
 from __future__ import annotations

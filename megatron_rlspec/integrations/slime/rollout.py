@@ -1,8 +1,6 @@
-"""Set the engines' rules and log acceptance, around slime's rollouts in its RolloutManager.
+"""The rollout function that slime's RolloutManager calls: set the engines' rules before and after, and log acceptance.
 
-Acceptance is counted from SGLang's histogram and reported as ratios of sums. Of `meta_info`, slime keeps only what
-`Sample.SpecInfo.add` reads, and that reads keys that SGLang no longer sends. The manager imports this module as its
-rollout function, before the first sample is generated.
+Importing this module replaces two functions of slime: one counts accepted drafts, the other seeds samples.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import requests
@@ -21,7 +19,7 @@ from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.integrations.slime import seeds
+from megatron_rlspec.integrations.slime import acceptance, seeds
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import (
     SlimeEngine,
@@ -32,16 +30,13 @@ from megatron_rlspec.integrations.slime.engines import (
 from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
 from megatron_rlspec.integrations.slime.speculation import SlimeDraftRule
 from megatron_rlspec.push.canary import CANARY_PROMPTS
-from megatron_rlspec.rollout.sglang.settings import DRAFTED
 from megatron_rlspec.rollout.start import check_served_drafter
-from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig
 
 logger = logging.getLogger(__name__)
 SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
-_slime_add = Sample.SpecInfo.add
 _speculation: SlimeDraftRule | None = None
 _checked_version = 0  # of the full updates through the disk, which are checked here only
 _metrics: dict[str, float] = {}  # since the last log
@@ -127,7 +122,7 @@ def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> No
     """Learn from this rollout, set every engine's rule, and save the result for slime's next checkpoint."""
     if _speculation is None:
         return
-    accepted = acceptance(sample.spec_info for sample in samples)
+    accepted = acceptance.metrics(sample.spec_info for sample in samples)
     delivered = accepted.get("accept_length", math.nan)
     _metrics.update(_speculation.after_rollout(urls, delivered))
     folder = Options.from_args(args).folder
@@ -189,7 +184,7 @@ def log_rollout(
 ) -> bool:
     """Log acceptance by slime's own logging, then call the user's function (`--custom-rollout-log-function-path`)."""
     metrics: dict[str, Any] = {}
-    for name, value in acceptance(sample.spec_info for sample in samples).items():
+    for name, value in acceptance.metrics(sample.spec_info for sample in samples).items():
         metrics[f"rollout/{name}"] = value
     metrics |= _metrics
     _metrics.clear()
@@ -203,40 +198,6 @@ def log_rollout(
     return bool(load_function(users)(rollout_id, args, samples, extra, seconds))
 
 
-def acceptance(infos: Iterable[Any]) -> dict[str, float]:
-    """Compute over all samples: tokens per round, and the acceptance rate at every depth.
-
-    The rate at depth d is the share of rounds that accepted draft d among those that accepted draft d - 1. It is a
-    lower bound if engines drafted fewer than d steps in some rounds.
-    """
-    total = pooled(getattr(info, "histogram", ()) for info in infos).tolist()
-    rounds = sum(total)
-    if not rounds:
-        return {}
-    metrics = {"accept_length": accept_length(total), "accept_rounds": float(rounds)}
-    for depth in range(1, len(total)):
-        reached = sum(total[depth - 1 :])
-        metrics[f"accept_depth_{depth}"] = sum(total[depth:]) / reached if reached else 0.0
-    return metrics
-
-
-def add(self: Any, meta_info: Mapping[str, Any]) -> None:
-    """Replace `SpecInfo.add`: fill slime's counts from the keys that SGLang sends, and keep the histogram."""
-    renamed = dict(meta_info)
-    for sglangs, slimes in (
-        ("spec_num_correct_drafts", "spec_accept_token_num"),
-        ("spec_num_proposed_drafts", "spec_draft_token_num"),
-    ):
-        if sglangs in renamed:
-            renamed.setdefault(slimes, renamed[sglangs])
-    _slime_add(self, meta_info=renamed)
-    histogram = meta_info.get("spec_correct_drafts_histogram") or ()
-    if DRAFTED in meta_info:
-        # SGLang's histogram counts drafts past the end of the sample, too.
-        drafted = meta_info[DRAFTED]
-        histogram = delivered(sum(histogram), runs(drafted), len(drafted))
-    self.histogram = pooled([getattr(self, "histogram", ()), histogram]).tolist()
-
-
-Sample.SpecInfo.add = add
+# slime's manager imports this module, as its rollout function, before the first sample is generated.
+Sample.SpecInfo.add = acceptance.with_histogram(Sample.SpecInfo.add)
 sglang_rollout.generate_and_rm = seeds.seeded(sglang_rollout.generate_and_rm)
