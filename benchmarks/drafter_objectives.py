@@ -49,7 +49,8 @@ def trained(run: Path, name: str, steps: int) -> list[tuple[str, torch.Tensor]]:
     trainer.load_hf(tensors, fresh_drafter=True)
     tokenizer = data.load_tokenizer(run / "warm/hf")
     longest = config.model.max_length
-    rows = data.Demonstrations(run / "task/train.jsonl", config.data, tokenizer, longest, config.train.seed, config.sft)
+    reading = data.Reading(config.data, tokenizer, longest, config.train.seed)
+    rows = data.Demonstrations(run / "task/train.jsonl", reading, config.sft)
     unchained = mock.patch.object(Chain, "next", lambda chain: Chain())  # every depth attends to its own inputs
     with unchained if "megatron" in name else nullcontext():
         for _ in range(steps):

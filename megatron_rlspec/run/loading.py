@@ -35,7 +35,7 @@ from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.trajectory import Replay
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.tasks import rewards
-from megatron_rlspec.tasks.data import Demonstrations, Prompts, check_ids, load_tokenizer
+from megatron_rlspec.tasks.data import Demonstrations, Prompts, Reading, check_ids, load_tokenizer
 from megatron_rlspec.train import model
 from megatron_rlspec.train.step import Trainer
 
@@ -110,19 +110,18 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rows: Prompts | Demonstrations | None = None
     held_out: dict[str, Prompts] = {}
-    seed = config.train.seed
+    reading = Reading(config.data, tokenizer, config.longest_prompt, config.train.seed)
     if supervised:
-        longest = config.model.max_length
-        rows = Demonstrations(config.sft.path, config.data, tokenizer, longest, seed, config.sft)
+        with_answers = reading._replace(longest=config.model.max_length)
+        rows = Demonstrations(config.sft.path, with_answers, config.sft)
         check_ids(rows.held_out, hf_config["vocab_size"])
     elif generates:
-        taken = config.rollout.prompts_per_step
-        rows = Prompts(config.data.path, config.data, tokenizer, config.longest_prompt, seed, taken)
+        rows = Prompts(config.data.path, reading, config.rollout.prompts_per_step)
     if rows is not None:
         check_ids(rows.rows, hf_config["vocab_size"])
     if generates:
         for name, path in config.data.evaluated.items():
-            prompts = Prompts(path, config.data, tokenizer, config.longest_prompt, seed)
+            prompts = Prompts(path, reading)
             check_ids(prompts.rows, hf_config["vocab_size"])
             held_out[name] = prompts
     digests = {"model.path": identity.of_model(config.model.path)}

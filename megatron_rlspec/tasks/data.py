@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,13 +30,22 @@ TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
 CHECKED_ROWS = 20_000
 
 
+class Reading(NamedTuple):
+    """How a run reads its rows: columns, tokenizer, most tokens of a row, and the seed of their order."""
+
+    options: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    longest: int
+    seed: int
+
+
 class Source(Generic[Row]):
     """Rows in memory, drawn in an `Order`. `summary`: a line about how many there are, left out and equal."""
 
-    def __init__(self, rows: list[Row], summary: str, seed: int, shuffle: bool) -> None:
+    def __init__(self, rows: list[Row], summary: str, reading: Reading) -> None:
         self.rows = rows
         self.summary = summary
-        self.order = Order(len(rows), seed, shuffle)
+        self.order = Order(len(rows), reading.seed, reading.options.shuffle)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -47,22 +56,15 @@ class Source(Generic[Row]):
 
 
 class Prompts(Source[Prompt]):
-    """Prompts of at most `longest` tokens, of which a step takes `taken`. Raises DataError."""
+    """Prompts, of which a step takes `taken`. Raises DataError."""
 
-    def __init__(
-        self,
-        path: str | Path,
-        options: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        longest: int,
-        seed: int,
-        taken: int = 0,
-    ) -> None:
+    def __init__(self, path: str | Path, reading: Reading, taken: int = 0) -> None:
+        options, tokenizer, longest, _ = reading
         rows, dropped = read_prompts(path, options, tokenizer, longest)
         summary = _summary(path, "prompts", rows, dropped, longest)
         if len(rows) < taken:
             summary += f"; a step takes {taken}, so prompts come more than once in it"
-        super().__init__(rows, summary, seed, options.shuffle)
+        super().__init__(rows, summary, reading)
 
     def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
         """Return the next `count` prompts of a step that has the prompts `beside` already."""
@@ -72,26 +74,19 @@ class Prompts(Source[Prompt]):
 
 
 class Demonstrations(Source[Sample]):
-    """Demonstrations of at most `longest` tokens. Raises DataError.
+    """Demonstrations. Raises DataError.
 
     held_out  those of `sft.held_out` prompts, which are not drawn
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        options: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        longest: int,
-        seed: int,
-        sft: SftConfig,
-    ) -> None:
+    def __init__(self, path: str | Path, reading: Reading, sft: SftConfig) -> None:
+        options, tokenizer, longest, seed = reading
         rows, dropped = read_demonstrations(path, options, tokenizer, longest, sft.response_key)
         summary = _summary(path, "samples", rows, dropped, longest)
         self.held_out: list[Sample] = []
         if sft.held_out:
             rows, self.held_out = without_prompts(rows, sft.held_out, seed, path)
-        super().__init__(rows, summary, seed, options.shuffle)
+        super().__init__(rows, summary, reading)
 
 
 def check_ids(rows: Iterable[Prompt | Sample], vocab_size: int) -> None:

@@ -178,11 +178,12 @@ def test_held_out_prompts_are_not_trained(start, tmp_path):
     answered(config)
     tokenizer = data.load_tokenizer(start / "model")
     longest = config.model.max_length
-    rows = data.Demonstrations(config.answer.path, config.data, tokenizer, longest, config.train.seed, config.sft)
+    reading = data.Reading(config.data, tokenizer, longest, config.train.seed)
+    rows = data.Demonstrations(config.answer.path, reading, config.sft)
     prompts = [{row.prompt.tokens.tobytes() for row in part} for part in (rows.rows, rows.held_out)]
     assert len(prompts[1]) == 5 and not prompts[0] & prompts[1] and len(rows.rows) + len(rows.held_out) == 48
     with pytest.raises(data.DataError, match="sft.held_out=12 leaves none to train on"):
-        data.Demonstrations(config.answer.path, config.data, tokenizer, longest, 0, SftConfig(held_out=12))
+        data.Demonstrations(config.answer.path, reading, SftConfig(held_out=12))
     data.check_ids(rows.rows, vocab_size=10_000)
     with pytest.raises(data.DataError, match="token .*, but config.json says vocab_size=3"):
         data.check_ids(rows.held_out, vocab_size=3)

@@ -50,7 +50,8 @@ class Run:
     def __init__(self, config, run_dir, state=None, drawn=None, order=None):
         hf_config, _ = read_hf(config.model.path)
         tokenizer = data.load_tokenizer(config.model.path)
-        self.prompts = data.Prompts(config.data.path, config.data, tokenizer, config.longest_prompt, config.train.seed)
+        reading = data.Reading(config.data, tokenizer, config.longest_prompt, config.train.seed)
+        self.prompts = data.Prompts(config.data.path, reading)
         if order is not None:
             self.prompts.order.restore(order)
         loaded = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, layout=GpuLayout(), prompts=self.prompts)

@@ -18,6 +18,7 @@ from megatron_rlspec.tasks.data import (
     Demonstrations,
     Order,
     Prompts,
+    Reading,
     load_tokenizer,
     read_demonstrations,
     read_prompts,
@@ -259,22 +260,22 @@ def test_a_response_has_no_space_that_its_text_lacks(tmp_path, puts):
 def test_sources_leave_out_what_is_too_long_and_draw_the_rest(tmp_path, tokenizer):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a" * n, "label": "1", "written": "b" * 8} for n in range(1, 21)])
     assert load(None, {"model.max_length": "24", "rollout.max_new_tokens": "10"}).longest_prompt == 14
-    prompts = Prompts(path, DataConfig(), tokenizer, 12, seed=0, taken=32)
+    prompts = Prompts(path, Reading(DataConfig(), tokenizer, 12, 0), taken=32)
     assert len(prompts) == 12
     assert prompts.summary == (
         f"{path}: 12 prompts; 8 others are left out, of more than 12 tokens; a step takes 32, so prompts come more "
         "than once in it"
     )
-    held_out = Prompts(path, DataConfig(), tokenizer, 12, seed=0)
+    held_out = Prompts(path, Reading(DataConfig(), tokenizer, 12, 0))
     assert held_out.summary == f"{path}: 12 prompts; 8 others are left out, of more than 12 tokens"
     options = SftConfig(response_key="written", held_out=0)
-    demonstrations = Demonstrations(path, DataConfig(), tokenizer, 24, 0, options)
+    demonstrations = Demonstrations(path, Reading(DataConfig(), tokenizer, 24, 0), options)
     assert len(demonstrations) == 24 - 8 - 1
     assert demonstrations.summary == f"{path}: 15 samples; 5 others are left out, of more than 24 tokens"
     drawn = prompts.take(12)
     assert sorted(len(p.tokens) for p in drawn) == list(range(1, 13))
     assert [len(p.tokens) for p in drawn] != list(range(1, 13))
-    unshuffled = Prompts(path, DataConfig(shuffle=False), tokenizer, 12, seed=0)
+    unshuffled = Prompts(path, Reading(DataConfig(shuffle=False), tokenizer, 12, 0))
     assert [len(p.tokens) for p in unshuffled.take(14)] == [*range(1, 13), 1, 2]
 
 
