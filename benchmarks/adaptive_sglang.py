@@ -6,8 +6,7 @@ One engine speculates; in each rollout one contestant decides how:
 
 off, k1 ...   a fixed number of drafts
 SGLang        SGLang's own adaptive rule, with its built-in steps per batch size
-ours: ...     our rule, with a cost table of 7 batch sizes that `rlspec profile` measures first ("full"), with 4 of them
-              ("quick"), without a table ("none"), and with the table of another machine ("other": a simulated H20)
+ours          our rule
 plain         a second engine, launched without speculation
 
 All use the same position-keyed sampler and all texts are compared. The workload has a long tail: most responses are
@@ -41,28 +40,20 @@ import psutil
 import requests
 import torch
 from bigram_model import VOCAB, checkpoint, worse_drafter
-from roofline_tables import HARDWARE, of_hardware, roofline_table
 
-from megatron_rlspec.commands import profile
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
-from megatron_rlspec.speculation.cost_table import CostTable, Provenance
-from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
 
 STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule uses 7
 FIXED = {"off": OFF, "k1": SpecConfig(1), "k2": SpecConfig(2), "k3": SpecConfig(3), "k5": SpecConfig(5)}
-TABLES = ("quick", "full", "none", "other")
-OURS = tuple(f"ours: {name}" for name in TABLES)
 NOISE = {"good": 0.0, "middling": 0.2, "useless": 1.0}
 SHARPNESS = 16.0
 PROMPT = 8
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-QUICK = (1, 4, 16, 64)
 
 
 def long_tail(samples: int, longest: int, seed: int = 0) -> list[int]:
@@ -72,7 +63,7 @@ def long_tail(samples: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def share_a_key() -> None:
-    """Give this process, `rlspec profile` in it and the engines that it starts one key for requests."""
+    """Give this process and the engines that it starts one key for requests."""
     os.environ.setdefault(KEY, secrets.token_urlsafe(32))
 
 
@@ -113,7 +104,7 @@ class Contestants:
         spec: SGLangEngine,
         plain: SGLangEngine,
         schedulers: tuple[psutil.Process, psutil.Process],
-        learning: Mapping[str, Learning],
+        learning: Learning,
     ) -> None:
         self.spec = spec
         self.plain = plain
@@ -132,9 +123,8 @@ class Contestants:
     def _run(self, name: str, lengths: Sequence[int], seed: int) -> tuple[float, list[list[int]]]:
         if name == "plain":
             return rollout(self.plain, lengths, seed)
-        learning = self.learning.get(name)
-        if learning is not None:
-            self.spec.set_spec_rule(learning.rule())
+        if name == "ours":
+            self.spec.set_spec_rule(self.learning.rule())
         elif name == "SGLang":
             self.spec.set_spec_rule({"stock": True})
         else:
@@ -143,8 +133,8 @@ class Contestants:
         self.spec.spec_rule_report()
         result = rollout(self.spec, lengths, seed)
         stats = self.spec.stats()
-        if learning is not None:
-            learning.observe(stats, [self.spec.spec_rule_report()])
+        if name == "ours":
+            self.learning.observe(stats, [self.spec.spec_rule_report()])
         self.rounds.setdefault(name, []).extend(stats)
         return result
 
@@ -207,36 +197,17 @@ def by_octave(stats: Sequence[RoundStats]) -> str:
     )
 
 
-def cost_tables(folder: Path, spec: SGLangEngine, measured: Path | None) -> dict[str, str]:
-    """Measure this engine's table, unless it is given, and write the others. Returns their paths; "" is no table."""
-    full, quick, other = (folder / f"{name}.json" for name in ("full", "quick", "other"))
-    full = measured or full
-    points = ["--batches", ",".join(map(str, BATCHES)), "--lengths", "16", "--seconds", "150"]
-    points += ["--steps", ",".join(map(str, STEPS))]
-    model = str(folder / "model")
-    if not full.exists() and profile.main([str(full), "--url", spec.url, "--model", model, *points]):
-        raise SystemExit("rlspec profile failed on the speculating engine; its output is above")
-    table = CostTable.load(full)
-    rows = [row for row in table.rounds if row.batch in QUICK]
-    CostTable(table.provenance, rows, table.prefill, table.switch_ms, table.catch_up_ms).save(quick)
-    origin = Provenance("7B", "H20", "bfloat16", "roofline", "-", "-", simulated=True)
-    machine = of_hardware(*HARDWARE["H20"])
-    roofline_table(machine, chains(STEPS), BATCHES, (128, 1024), origin).save(other)
-    return {"quick": str(quick), "full": str(full), "none": "", "other": str(other)}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--quick", action="store_true", help="3 repetitions of 96 tokens")
     p.add_argument("--json", type=Path, help="write all figures to this file")
-    p.add_argument("--cost-table", type=Path, help="the full table; it is measured if there is no such file")
     p.add_argument("--layers", type=int, default=16, help="layers of the target; many, so that a drafter is cheap")
     p.add_argument("--hidden", type=int, default=32, help="width of the model")
     p.add_argument("--samples", type=int, default=64, help="requests of a rollout")
     p.add_argument("--longest", type=int, default=0, help="tokens of the longest response; default: 192, or 96")
     p.add_argument("--repetitions", type=int, default=0, help="default: 5, or 3")
     p.add_argument("--drafters", default=",".join(NOISE))
-    p.add_argument("--contestants", default=",".join((*FIXED, "SGLang", *OURS)))
+    p.add_argument("--contestants", default=",".join((*FIXED, "SGLang", "ours")))
     args = p.parse_args(argv)
     repetitions = args.repetitions or (3 if args.quick else 5)
     names = ["plain", *args.contestants.split(",")]
@@ -264,19 +235,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             spec, plain = SGLangEngine.of(first.wait()), SGLangEngine.of(second.wait())
             schedulers = scheduler_of(first.process.pid), scheduler_of(second.process.pid)
-            tables = cost_tables(folder, spec, args.cost_table)
-            learnt: dict[str, Any] = {}
+            learnt: dict[str, Any] | None = None
             results = {}
             for version, drafter in enumerate(args.drafters.split(","), start=1):
                 spec.update_weights(version, worse_drafter(tensors, NOISE[drafter]).items(), scope="drafter")
-                learning = {}
-                for name in TABLES:
-                    made = Learning(STEPS, tables[name], Roofline.of_model(config))
-                    made.learnt = learnt.get(name)  # of rounds' times; not the last drafter's acceptance
-                    learning[f"ours: {name}"] = made
+                learning = Learning(STEPS, Roofline.of_model(config))
+                learning.learnt = learnt  # of rounds' times; not the last drafter's acceptance
                 contestants = Contestants(spec, plain, schedulers, learning)
                 seconds = compete(contestants, names, lengths, repetitions, 1000 * version)
-                learnt = {name: learning[f"ours: {name}"].learnt for name in TABLES}
+                learnt = learning.learnt
                 results[drafter] = report(drafter, seconds, contestants.rounds)
     print(f"load at the end {os.getloadavg()[0]:.2f}")
     if args.json:

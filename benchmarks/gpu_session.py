@@ -11,7 +11,7 @@ random model.
 Each part runs in a process of its own. Its figures are lines of results/session.jsonl as soon as they are measured, so
 a machine that goes away leaves what it had measured by then. The same command with the same --out goes on with the
 parts that are missing. results/logs has the output of parts and engines, results/table.txt the table, and
-results/cost_table.json the costs of rounds. A part that fails, or takes longer than its limit, is one line of the
+results/round_costs.json the costs of rounds. A part that fails, or takes longer than its limit, is one line of the
 result; the others go on. Please send the folder back (docs/gpu.md). It needs no network. --cpu runs the same code on
 tiny models, to test it; its figures mean nothing.
 

@@ -266,7 +266,7 @@ def check(options: argparse.Namespace, model: str, prompts: str, world: World, b
     engine, asked = opened(options, model, prompts, batch)
     for steps in (2, 4, 6):
         rule = {"candidates": [SpecConfig(steps).numbers], "roofline": CHECKED.to_json(), "ragged": True}
-        engine.set_spec_rule(rule | {"learn": False})
+        engine.set_spec_rule(rule)
         draw(engine, asked[:batch], sampling_of(options), "first")  # from which the rule learns
         engine.stats()
         draw(engine, asked, sampling_of(options), "second")

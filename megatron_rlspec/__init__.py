@@ -11,7 +11,6 @@ _PUBLIC = {
     "Config": "megatron_rlspec.config",
     "ConfigError": "megatron_rlspec.config",
     "CoTrainer": "megatron_rlspec.cotrainer.cotrainer",
-    "CostTable": "megatron_rlspec.speculation.cost_table",
     "DrafterConfig": "megatron_rlspec.config",
     "EngineError": "megatron_rlspec.engine",
     "HealthError": "megatron_rlspec.push.contract",

@@ -82,9 +82,6 @@ COMMANDS = {
         "commands.training:replay",
         "train a drafter again along a recorded run",
     ),
-    "profile": Command(
-        "commands.profile:main", "measure how long an engine's decode rounds take: a cost table"
-    ),
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
 EXTRAS = {

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-# bytes of a text file that is read whole; a cost table of 100,000 rows has 2.5e7
+# bytes of a text file that is read whole; durations of 100,000 rounds have 5e6
 READ_MOST = 1 << 28
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import forked
 import psutil
-from short_run import TESTS, words
+from short_run import CLI, TESTS, words
 
 from megatron_rlspec.host import ports
 from megatron_rlspec.records.recorder import read_records
@@ -22,7 +22,7 @@ from megatron_rlspec.wire import decode
 class Job:
     """The ranks of one job, forked from a process that has imported the package. It continues what `run_dir` holds."""
 
-    def __init__(self, start: Path, run_dir: Path, ranks: int, **options: object) -> None:
+    def __init__(self, start: Path, run_dir: Path, ranks: int, module: str = CLI, **options: object) -> None:
         self.run_dir = run_dir
         arguments = words(start, run_dir, "train", {"train__resume": "true"} | options)
         port = ports.free_port(ports.JOBS)
@@ -32,7 +32,7 @@ class Job:
         self.processes = []
         for rank in range(ranks):
             own = os.environ | (forked.rank_environment(rank, ranks, port) if ranks > 1 else {})
-            started = ("megatron_rlspec.cli", arguments, str(TESTS), own, outputs[rank])
+            started = (module, arguments, str(TESTS), own, outputs[rank])
             self.processes.append(forked.context().Process(target=forked._run, args=started))
         for process in self.processes:
             process.start()

@@ -1,6 +1,5 @@
 """Start runs of `rlspec train` that take seconds, as processes that the tests in this folder kill and read."""
 
-import itertools
 import runpy
 import subprocess
 import sys
@@ -9,11 +8,9 @@ from unittest import mock
 
 import forked
 
-from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
-from megatron_rlspec.types import OFF, SpecConfig
-
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples/quickstart"
+CLI = "megatron_rlspec.cli"
 SMALL = {
     "model.dtype": "float32",
     "model.max_length": "256",
@@ -46,20 +43,6 @@ def script(path: Path, *arguments: object) -> None:
         runpy.run_path(str(path), run_name="__main__")
 
 
-def costs_of_tokens(path: Path, weights: float = 1.0) -> Path:
-    """Write a cost table in which all weights cost as much as `weights` tokens of a round; on a CPU, as one."""
-    rounds, unverified = [], []
-    for batch, length in itertools.product((1, 4, 16), (16, 256)):
-        for steps in (0, 1, 3):
-            place = (1, batch, batch * length, SpecConfig(steps) if steps else OFF)
-            rounds.append(RoundCost(*place, weights + batch * (1 + 1.1 * steps)))
-            if steps:
-                unverified.append(RoundCost(*place, weights + batch * (1 + 0.1 * steps)))
-    origin = Provenance("m", "h", "float32", "e", "", "2026-01-01")
-    CostTable(origin, rounds, unverified=unverified).save(path)
-    return path
-
-
 def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) -> list[str]:
     """Return the arguments of `rlspec` for a run of a tiny model; the keyword `rollout__engine` is `rollout.engine`.
 
@@ -82,10 +65,21 @@ def words(start: Path, run_dir: Path, command: str, options: dict[str, object]) 
     return [*given, *(text for name, value in values.items() for text in (f"--{name}", str(value)))]
 
 
-def run(start: Path, run_dir: Path, ranks: int = 1, command: str = "train", code: int = 0, **options: object) -> str:
-    """Run `rlspec train`, or another command, to its end, which must be of this exit code. Returns what it printed."""
+def run(
+    start: Path,
+    run_dir: Path,
+    ranks: int = 1,
+    command: str = "train",
+    code: int = 0,
+    module: str = CLI,
+    **options: object,
+) -> str:
+    """Run `rlspec train`, or another command, to its end, which must be of this exit code. Returns what it printed.
+
+    module  that is run in place of the command's own; it lies in this folder
+    """
     arguments = words(start, run_dir, command, options)
-    ended = forked.run_module("megatron_rlspec.cli", arguments, folder=TESTS, ranks=ranks)
+    ended = forked.run_module(module, arguments, folder=TESTS, ranks=ranks)
     output = ended.stdout + ended.stderr
     assert ended.returncode == code, output[-3000:]
     return output

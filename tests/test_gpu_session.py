@@ -17,8 +17,8 @@ import pytest
 import torch
 from gpu.widen import Shape, widened_shape
 
+from megatron_rlspec.extensions.migration.plans import round_costs
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.speculation.cost_table import CostTable
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -207,11 +207,11 @@ def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
 def test_session_a_on_a_cpu(gpu, tmp_path):
     values = session(tmp_path, "--session", "a")
     assert {name.partition(":")[0] for name in values} >= set(parts_of(gpu, "a"))
-    table = CostTable.load(tmp_path / "cost_table.json")
-    assert len(table.configs()) == 3, "how many batch sizes are measured depends on the machine"
+    costs = round_costs.read(tmp_path / "round_costs.json", [1])[1]
+    assert len(costs.configs()) == 3, "how many batch sizes are measured depends on the machine"
     for point in ("4 requests of 64", "1 requests of 128"):
         assert values[f"steady: {point}: adaptive / off"] > 0
-        assert values[f"steady: {point}: adaptive / off by the cost table"] > 0
+        assert values[f"steady: {point}: adaptive / off by measured costs"] > 0
     assert values["trace: k3: the GPU works"] > 0 and "catchup: catching up on a token" in values
     assert values["variants: as served, 4 requests: equal texts"] == 1, "float32"
     assert values["variants: as served, 4 requests: 3 drafts / plain"] > 0

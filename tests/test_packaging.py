@@ -143,7 +143,7 @@ def test_sdist_and_wheel_install_in_a_clean_environment_and_run(tmp_path):
     subprocess.run([*pip, "setuptools>=77"], check=True)
     subprocess.run([*pip, "--no-build-isolation", packed], check=True)
     share = tmp_path / "venv/share/megatron_rlspec/examples"
-    assert (share / "cost_tables/h100-simulated.json").is_file()
+    assert (share / "quickstart/make_task.py").is_file()
     for word in ("--version", "--help", "doctor"):
         done = subprocess.run([python.with_name("rlspec"), word], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0 and "Traceback" not in done.stderr, (word, done.stdout, done.stderr)

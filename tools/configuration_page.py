@@ -30,7 +30,7 @@ The command line takes a list as in the file, in quotation marks for the shell, 
 `--spec.candidate_steps 0,1,2,3`, `--rollout.stop '["\\n\\n", ","]'`.
 
 Everything is checked before anything starts: names, types and bounds of all options, then the model directory
-(config.json, names and shapes of the tensors, tokenizer files), the first 20,000 rows of the data, the cost table, and
+(config.json, names and shapes of the tensors, tokenizer files), the first 20,000 rows of the data, and
 whether the reward can be imported and called. A mistake is told in one line, with exit code 2.
 So is an option that has no effect beside the others, unless the command line switches off what the file sets up.
 

@@ -31,7 +31,7 @@ class Part:
 # In each session by value: what a machine that goes away early leaves behind decides most.
 PARTS: dict[str, Part] = {
     "model": Part("a", "writes the model that is profiled", 35, 150),
-    "profile": Part("a", "ms of a round by requests, context and drafts: a cost table", 110, 200, "wide", "model"),
+    "profile": Part("a", "ms of a round by requests, context and drafts", 110, 200, "wide", "model"),
     "steady": Part("a", "tokens/s off and adaptive while ended requests are replaced", 85, 160, "wide", "model"),
     "catchup": Part("a", "the first drafts after many rounds without", 20, 60, "wide", "model"),
     # Last of its engines: torch's profiler can end one with a segmentation fault.

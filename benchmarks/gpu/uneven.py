@@ -48,7 +48,7 @@ def _texts(plan: Plan, figures: Figures, engine: SGLangEngine) -> None:
 def _compare(plan: Plan, figures: Figures, engine: SGLangEngine, point: str) -> None:
     rates: dict[str, list[float]] = {"even": [], "uneven": []}
     rounds: dict[str, list[RoundStats]] = {"even": [], "uneven": []}
-    learning = Learning(plan.uneven_steps, "", Roofline.of_layers(plan.shape.layers))
+    learning = Learning(plan.uneven_steps, Roofline.of_layers(plan.shape.layers))
     for turn in range(plan.turns):
         for name in sorted(rates, reverse=turn % 2 == 0):
             engine.set_spec_rule(learning.rule() | {"ragged": name == "uneven"})

@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
 # DeepSeek-V3 class on 16 machines of 8 GPUs. With latent attention and experts the drafter is trained at depth 1 only.
 # SGLang switches adaptive speculation off under attention data parallelism, so engines here run without that parallelism.
-# At large batch speculation costs more than it saves; the cost table says from which batch on. Profile first, on the two
-# machines of one engine (`rlspec serve` on both):
-#   rlspec profile "$TABLE" --url http://HOST:30000 --steps 0,1,2 --batches 1,4,16,64 --lengths 512,4096
+# At large batch speculation costs more than it saves; engines find out from which batch on.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/deepseek-v3.sh"
 launch --drafter.depth 1 --drafter.lr 1e-4 --candidate-steps 0,1,2 --num-steps 1 -- \

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # GLM-4.5-Air (106B, 12B active) on 8 machines of 8 GPUs. Its drafter is a mixture of experts. It is trained at depth 1,
 # with Megatron's own attention. Engines may draft more steps with it, at falling acceptance.
-# Each verified token activates experts of its own, so profile before you allow many steps.
-#   rlspec profile "$TABLE" --model "$MODEL" --tp 8 --steps 0,1,2 --batches 1,4,16,64 --lengths 512,4096
+# Each verified token activates experts of its own, so few steps are allowed.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/glm4.5-106B-A12B.sh"
 launch --drafter.depth 1 --drafter.lr 1e-4 --candidate-steps 0,1,2 --num-steps 1 -- \

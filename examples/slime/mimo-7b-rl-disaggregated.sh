@@ -2,7 +2,6 @@
 # MiMo-7B-RL: 4 GPUs train and 4 generate. Weights are sent over NCCL. SGLang before 0.5.23 does not load them into the
 # drafter. SGLang 0.5.23 refuses weights outside a session, and slime opens no session. The plugin handles both.
 # For engines outside this cluster add --rollout-external-engine-addrs, and start them in the environment that is printed.
-# Profile first:   rlspec profile "$TABLE" --model "$MODEL" --steps 0,1,2,3,5 --batches 1,4,16,64 --lengths 512,4096
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/mimo-7B-rl.sh"
 launch --drafter.depth 3 --drafter.lr 1e-4 --candidate-steps 0,1,2,3,5 -- \

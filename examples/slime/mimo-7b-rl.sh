@@ -1,8 +1,6 @@
 #!/usr/bin/env bash
 # MiMo-7B-RL on one machine of 8 GPUs, which training and engines use in turn. This is slime's own speculative recipe with
 # `rlspec slime` in front. The checkpoint has a drafter. Training unrolls it by three steps, as the engine does.
-# Profile first, at the batch sizes of one engine (here up to 32 requests):
-#   rlspec profile "$TABLE" --model "$MODEL" --steps 0,1,2,3,5 --batches 1,4,16,32 --lengths 512,4096
 # Engines stop drafting where it does not pay: hundreds of requests an engine with short contexts. With contexts of
 # thousands of tokens drafts should pay at hundreds of requests, too (an estimate).
 source "$(dirname "$0")/recipe.sh"

@@ -2,9 +2,7 @@
 # Qwen2.5-7B has no drafter: add one, warm it up on demonstrations, then train it with the policy.
 #   rlspec convert --add-mtp …          a fresh drafter, of the family that SGLang runs for Qwen2 (see rlspec convert --help)
 #   rlspec sft --sft.drafter_only true  until accept length is flat; then convert to Megatron's format for LOAD
-# Drafts of an untrained drafter are never accepted, so speculation only costs time. Do not skip the warm-up. Profile after
-# it:
-#   rlspec profile "$TABLE" --model "$MODEL" --steps 0,1,2,3 --batches 1,4,16,32 --lengths 512,2048
+# Drafts of an untrained drafter are never accepted, so speculation only costs time. Do not skip the warm-up.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/qwen2.5-7B.sh"
 launch --drafter.depth 3 --candidate-steps 0,1,2,3 -- \

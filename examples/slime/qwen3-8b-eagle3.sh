@@ -4,8 +4,7 @@
 #   rlspec convert MODEL DRAFTER --add-eagle3   a fresh one; warm it up before RL (docs/drafter.md)
 # Engines must be SGLang 0.5.23 (torch 2.14.1, CUDA 13), which slime's image has not: see docs/slime.md. It does not run
 # in that image. Pipeline stages are refused.
-# Llama-3.1-8B: the same lines with scripts/models/llama3.1-8B-Instruct.sh. Profile first:
-#   rlspec profile "$TABLE" --model "$MODEL" --draft-model "$DRAFTER" --steps 0,1,2,3 --batches 1,4,16,32 --lengths 512,4096
+# Llama-3.1-8B: the same lines with scripts/models/llama3.1-8B-Instruct.sh.
 # --drafter.train false in place of --drafter.lr leaves a published drafter as it is, and reports how far it has aged.
 : "${DRAFTER:?set DRAFTER, the directory of an EAGLE-3 drafter}"
 source "$(dirname "$0")/recipe.sh"

@@ -3,7 +3,7 @@
 # own layer. slime's names for this family's drafter are right in both directions (Qwen3-Next's need patch 0001).
 # Its delta nets keep a state that speculation must be able to roll back. So the number of steps is fixed, and the cache
 # keeps snapshots. SGLang before 0.5.23 calls that flag --mamba-scheduler-strategy. With one number of steps there is
-# nothing to choose, so no TABLE is needed.
+# nothing to choose.
 # The parsers accept all flags below. The drafter of this family has not been trained here.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/qwen3.5-4B.sh"

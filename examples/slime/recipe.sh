@@ -5,8 +5,6 @@
 #   LOAD       the same model in Megatron's format
 #   DATA       prompts
 #   RUN        directory for checkpoints
-#   TABLE      optional: the cost table that engines decide by. The command in the recipe's head measures it once, on one
-#              engine like those of the run. Without it engines learn costs from their rounds.
 #   DRY_RUN=1  optional: print the command and start nothing
 set -euo pipefail
 for name in SLIME MEGATRON MODEL LOAD DATA RUN; do : "${!name:?set $name, see recipe.sh}"; done
@@ -18,7 +16,6 @@ launch() {
   local ours=()
   while [[ $1 != -- ]]; do ours+=("$1"); shift; done
   shift
-  [[ -n ${TABLE:-} ]] && ours+=(--cost-table "$TABLE")
   [[ -n ${DRY_RUN:-} ]] && ours+=(--dry-run)
   exec rlspec slime --folder "$RUN/rlspec" "${ours[@]}" -- \
     python3 "$SLIME/train.py" "${MODEL_ARGS[@]}" \

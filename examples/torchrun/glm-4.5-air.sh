@@ -6,7 +6,7 @@
 # Each pipeline stage has all its experts, and each expert is cut over the tensor-parallel ranks. --parallel.expert
 # distributes whole experts instead.
 # Not yet run on GPUs. A test compares the names and shapes of its first push with SGLang's own classes at TP 8.
-# With 46 layers, parallel.pipeline is 2 or 23. Each verified token activates experts of its own, so profile before you
-# allow many steps.
+# With 46 layers, parallel.pipeline is 2 or 23. Each verified token activates experts of its own, so few steps
+# are allowed.
 source "$(dirname "$0")/recipe.sh"
 launch glm-4.5-air.toml 8 8 "$@"

@@ -102,11 +102,11 @@ def _run(command: Command, argv: list[str]) -> None:
     environment.prepare(os.environ)
     config = parse(command, argv, ranks)
     if ranks > 1:
-        check_inputs(config, command)
+        _check(config, command)
         words = [*TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv]
         os.execv(sys.executable, [sys.executable, *words])
     with claimed(Path(config.train.run_dir), config.train.resume):
-        check_inputs(config, command)
+        _check(config, command)
         engines_open = leaves_engines_open(config)
         if config.drafter.fresh and command != "replay":
             from megatron_rlspec.run.fresh import with_fresh_drafter
@@ -127,6 +127,15 @@ def _run(command: Command, argv: list[str]) -> None:
                 act(config, interruption, extensions(config))
             finally:
                 runtime.leave()
+
+
+def _check(config: Config, command: Command) -> None:
+    """Check what the run and its extensions read. Raises ConfigError, DataError or RoundCostError."""
+    check_inputs(config, command)
+    if config.tail.cost_table:
+        from megatron_rlspec.extensions.migration.plans import round_costs
+
+        round_costs.read(config.tail.cost_table, config.tail.tp)
 
 
 sft = partial(_run, "sft")

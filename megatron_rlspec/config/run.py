@@ -227,7 +227,7 @@ class Config(Section):
                 "expected several ranks, or false"
             )
         if tail.tp != (1,) and not tail.cost_table:
-            yield f"tail.tp={sizes} needs tail.cost_table; rlspec profile --engine embedded --tp {sizes} writes it"
+            yield f"tail.tp={sizes} needs tail.cost_table; python benchmarks/round_costs.py --tp {sizes} writes it"
         if world_size % tail.tp[-1]:
             yield f"tail.tp={sizes} needs a multiple of {tail.tp[-1]} ranks, but {because or world_size}"
 

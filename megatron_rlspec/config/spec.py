@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rlspec.config.base import Needs, Section, Text
+from megatron_rlspec.config.base import Needs, Section
 from megatron_rlspec.types import OFF, Drafts, SpecConfig, Verifier
 
 MOST_DRAFTS = 64  # drafter passes of one round; SGLang's buffers grow with them
@@ -36,16 +36,6 @@ class SpecSection(Section):
         description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
         "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
-    cost_table: Annotated[Text, Needs("spec.mode=adaptive", "tail.rebalance")] = Field(
-        "",
-        description="JSON file of `rlspec profile` to choose by; empty: the model's sizes, and what rounds took",
-    )
-    learn_costs: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
-        True,
-        description="learn the costs of rounds from their durations, and correct those of a cost table; false: choices "
-        "depend on the table or the model's sizes, and on the drafts accepted, and not on a clock",
-    )
-
     ragged: Annotated[Literal[True, False, "auto"], Needs("spec.mode=adaptive")] = Field(
         False,
         description="verify of each request the drafts that are worth it, by the drafter's probabilities, and not the "

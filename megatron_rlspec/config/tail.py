@@ -28,7 +28,8 @@ class TailConfig(Section):
     )
     cost_table: Annotated[Text, Needs("tail.tp")] = Field(
         "",
-        description="durations of rounds at the sizes of tail.tp, which `rlspec profile --tp 1,2,4` writes",
+        description="durations of rounds at the sizes of tail.tp; "
+        "`python benchmarks/round_costs.py sizes.json --model DIR --tp 1,2,4` writes it",
     )
 
     @field_validator("tp")

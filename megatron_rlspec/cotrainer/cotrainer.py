@@ -76,7 +76,6 @@ class CoTrainer:
         sampling: Sampling,
         drafter: DrafterConfig | None = None,
         candidate_steps: Sequence[int] = SpecSection().candidate_steps,
-        cost_table: str = "",
         verifier: Verifier = "position_keyed",
         canary: Sequence[Prompt] = (),
         clip_grad: float = 1.0,
@@ -89,7 +88,6 @@ class CoTrainer:
         sampling         of rollouts
         drafter          kind, path, loss, depth, lr, ... as in docs/configuration.md, section [drafter]
         candidate_steps  drafts of a round that engines choose from, as they were started
-        cost_table       file of `rlspec profile`; "": the rule begins with the model's sizes
         verifier         of the engines, as they were started
         canary           prompts that every engine answers after a push; (): fingerprints are compared only
         clip_grad        largest norm of the drafter's gradient; 0: no limit
@@ -126,10 +124,7 @@ class CoTrainer:
                 if not engine["configs"]:
                     raise ConfigError(f"the engine at {url} was started without drafts")
             check_served_drafter(described, hf_path, settings.path)
-            tensor_parallel = max(engine["tensor_parallel"] for engine in described.values())
-            learning = Learning(
-                candidate_steps, cost_table, Roofline.of_model(hf_config), tp=tensor_parallel
-            )
+            learning = Learning(candidate_steps, Roofline.of_model(hf_config))
             if objective.coupled:
                 learning.sharpness = sharpness_of(hf_config)  # until the trainer predicts one
             self.rule = DraftRule(learning)

@@ -266,14 +266,11 @@ def _shown(drafter: Mapping[str, Any]) -> str:
 
 
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
-    """Return the learning of speculation that a run begins with. Raises CostTableError."""
+    """Return the learning of speculation that a run begins with."""
     spec = config.spec
     learning_of_run = Learning(
         spec.candidate_steps,
-        spec.cost_table,
         Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary),
-        learn=spec.learn_costs,
-        tp=config.placement.tensor,
         adaptive=spec.mode == "adaptive",
         ragged=spec.ragged,
     )
@@ -339,9 +336,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config) -> Engine:
     try:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     except DataError:
-        tokenizer = (
-            None  # `rlspec profile` needs none; commands that read texts have refused the model
-        )
+        tokenizer = None  # commands that read texts have refused the model
     try:
         return kind(
             hf_config,

@@ -90,7 +90,7 @@ class Extensions:
     """The extensions of a run.
 
     drafter    builds the drafter's schedule; None: an update in every step
-    migration  builds what moves running samples; None: they stay. Raises CostTableError
+    migration  builds what moves running samples; None: they stay
     kinds      of engines, by `rollout.engine`, in place of the core's
     """
 

@@ -16,14 +16,13 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import Use, check_model
 from megatron_rlspec.records import sinks
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
-from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.tasks import data, rewards
 
-PATHS = ("model.path", "data.path", "data.eval_path", "sft.path", "drafter.path", "spec.cost_table")
+PATHS = ("model.path", "data.path", "data.eval_path", "sft.path", "drafter.path")
 
 
 def check_inputs(config: Config, command: Command) -> None:
-    """Raise ConfigError, DataError or CostTableError for model, data, cost table or reward that cannot be used.
+    """Raise ConfigError or DataError for model, data or reward that cannot be used.
 
     On rank 0 of a job alone: the others would read the same. A reward's module is imported in a worker process.
     """
@@ -64,10 +63,6 @@ def _check(config: Config, command: Command) -> None:
     if has_eagle3 and reads_prompts and config.rollout.engine == "sglang":
         if problem := without_eagle3(hf_config):
             raise ConfigError(f"drafter.kind=eagle3: {problem}, or rollout.engine=embedded")
-    if config.spec.cost_table:
-        CostTable.load(config.spec.cost_table).of_engine(config.placement.tensor)
-    if config.tail.cost_table:
-        CostTable.load(config.tail.cost_table).of_sizes(config.tail.tp)
     if reads_prompts:
         data.check_prompts(config.data.path, config.data)
     elif command == "sft":

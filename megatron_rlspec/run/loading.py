@@ -166,7 +166,7 @@ def build_trainer(config: Config, loaded: Loaded, supervised: bool) -> Trainer:
 def start_rollouts(config: Config, loaded: Loaded, extensions: Extensions) -> StartingRollouts:
     """Connect to engines that run already, and start reward workers, on rank 0.
 
-    Raises ConfigError and CostTableError.
+    Raises ConfigError.
     """
     kind = extensions.kind(config.rollout.engine)
     migration = None

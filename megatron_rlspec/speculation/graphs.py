@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.speculation.round_times import Cost
 from megatron_rlspec.types import OFF, SpecConfig
 
 MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
 DECAY = 0.95  # the rate of a depth, as a share of the depth above it
-# tokens; without a cost table. Of the GPUs up to the H200, the H100 has the highest
+# tokens. Of the GPUs up to the H200, the H100 has the highest
 WIDEST_RIDGE = 300.0
 # A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
 # estimates for all layers, buffers for activations included.
@@ -41,33 +39,24 @@ def graph_sizes(max_batch: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_batch)
 
 
-def reach(
-    cost: Cost,
-    candidates: Sequence[SpecConfig],
-    max_batch: int,
-    lengths: Sequence[float],
-    max_total_tokens: int = 0,
-) -> dict[SpecConfig, int]:
+def needed(candidates: Sequence[SpecConfig], max_batch: int, layers: int) -> dict[SpecConfig, int]:
     """Return the largest batch at which each candidate could be the best, with rates a_d <= 0.95 * 0.95 ** (d - 1).
 
-    `lengths`: mean contexts per request to consider; `max_total_tokens`: tokens that the KV cache holds, 0: any number.
-    No range is shorter than that of a deeper candidate, since probes deepen one candidate at a time. The shallowest
-    candidate has all batches.
+    By a roofline of a model of so many layers, with short contexts. No range is shorter than that of a deeper
+    candidate, since probes deepen one candidate at a time. The shallowest candidate has all batches.
     """
     ordered = sorted(candidates)
-    batch = np.arange(1, max_batch + 1)[:, None]
-    context = batch * np.asarray(lengths, float)
-    if max_total_tokens:
-        context = np.clip(context, batch, max_total_tokens)
-    ms = cost.grid(ordered, batch, context)
+    batch = np.arange(1, max_batch + 1)
+    roofline = Roofline.of_layers(layers, ridge_tokens=WIDEST_RIDGE)
+    ms = roofline.grid(ordered, batch, batch)
     most = [1] * len(ordered)
     depths = DECAY ** np.arange(max(config.num_steps for config in ordered) or 1)
     for first in np.linspace(0.0, MOST_ACCEPTANCE, 20):
         rates = (first * depths).tolist()
         tokens = np.array([expected_tokens(config, rates) for config in ordered])
-        best = (tokens[:, None, None] / ms).argmax(axis=0)
+        best = (tokens[:, None] / ms).argmax(axis=0)
         for i in range(len(ordered)):
-            chosen = np.flatnonzero((best == i).any(axis=1))
+            chosen = np.flatnonzero(best == i)
             if len(chosen):
                 most[i] = max(most[i], int(chosen[-1]) + 1)
 
@@ -81,37 +70,10 @@ def reach(
     return dict(zip(ordered, most, strict=True))
 
 
-def needed(
-    candidates: Sequence[SpecConfig],
-    max_batch: int,
-    layers: int,
-    table: CostTable | None = None,
-    tokens: int = 0,
-) -> dict[SpecConfig, int]:
-    """Return the largest batch at which each candidate could be the best, by a table, or by a roofline without one.
-
-    layers  of the model
-    tokens  that the KV cache holds; 0: any number
-
-    Of a table that lacks a candidate, that one gets batch 1. Raises CostTableError for one that lacks all.
-    """
-    if table is None:
-        roofline = Roofline.of_layers(layers, ridge_tokens=WIDEST_RIDGE)
-        return reach(roofline, candidates, max_batch, [1.0])
-    measured = table.configs()
-    known = [config for config in candidates if config in measured]
-    if not known:
-        wanted = ", ".join(map(str, candidates))
-        has = ", ".join(map(str, measured))
-        raise CostTableError(f"cost table holds none of {wanted}; it holds {has}")
-    most = dict.fromkeys(candidates, 1)
-    return most | reach(table, known, max_batch, table.lengths(), tokens)
-
-
 def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
     """Make SGLang's `--speculative-adaptive-config`: the step counts from each batch size on, chains only.
 
-    `most`: the largest batch of each configuration (`reach`). SGLang pads a batch to the next of `graph_sizes`, so a
+    `most`: the largest batch of each configuration (`needed`). SGLang pads a batch to the next of `graph_sizes`, so a
     range ends there.
     """
     sizes = graph_sizes(max_batch)

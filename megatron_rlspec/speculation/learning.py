@@ -1,6 +1,6 @@
 """Learn from rollouts how to speculate. A run holds one `Learning`, in our own loop and inside slime.
 
-    learning = Learning(candidate_steps, cost_table, Roofline.of_model(config))
+    learning = Learning(candidate_steps, Roofline.of_model(config))
     learning.expect(prediction)          before a rollout: the trainer's prediction of its acceptance, or None
     learning.rule()                      the argument of the engines' `set_spec_rule`
     learning.observe(rounds, reports)    after the rollout: the rounds and the `spec_rule_report`s of all engines
@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ from megatron_rlspec.speculation.acceptance import (
     accept_length,
     pooled,
 )
-from megatron_rlspec.speculation.cost_table import UNVERIFIED, CostTable, CostTableError
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
@@ -66,41 +64,26 @@ class Learning:
     """Follows acceptance over rollouts, and makes the data of the engines' rule.
 
     candidate_steps  of the engines' rule
-    cost_table       path; empty: use `cost`
-    cost             of the model, without a table
-    learn            whether engines correct the costs by their own rounds
-    tp               tensor-parallel size of the engines, for a table of several
+    cost             of the model's rounds, which engines correct by their own
     adaptive         whether engines use `rule()`
     ragged           whether they verify of each request the drafts worth it; "auto": if that should gain
-
-    Raises CostTableError.
     """
 
     def __init__(
         self,
         candidate_steps: Sequence[int],
-        cost_table: str,
         cost: Roofline,
         *,
-        learn: bool = True,
-        tp: int = 1,
         adaptive: bool = True,
         ragged: bool | Literal["auto"] = False,
     ) -> None:
-        self.cost: CostTable | Roofline = cost
-        self._rule: dict[str, Any] = {"roofline": cost.to_json()}
-        if cost_table:
-            self.cost = CostTable.load(Path(cost_table)).of_engine(tp)
-            self._rule = {"table": cost_table, "tp": self.cost.tps[0]}
-            if ragged and not self.cost.unverified:
-                raise CostTableError(f"{cost_table}: spec.ragged needs a table {UNVERIFIED}")
+        self.cost = cost
         self.ragged = ragged
         self.gain = 0.0  # that ragged rounds promise in the next rollout, over the best even ones
         self._candidates = [SpecConfig(k) if k else OFF for k in candidate_steps]
         # (requests, tokens of context, ms) of the rounds of the last rollout
         self._places: list[tuple[int, int, float]] = []
         self.adaptive = adaptive
-        self.learn = learn
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
         self.prediction: Prediction | None = None  # of the next rollout
         self.sharpness: float | None = None  # of coupled drafts, as last predicted to be the best
@@ -144,9 +127,7 @@ class Learning:
     def _times(self) -> RoundTimes | None:
         """Return what is known of the durations of rounds; None if nothing was measured."""
         if self.learnt is None:
-            if not isinstance(self.cost, CostTable):
-                return None
-            return RoundTimes(self.cost, self.cost.configs())
+            return None
         state = self.learnt["times"]
         candidates = [SpecConfig(*triple) for triple in state["candidates"]]
         times = RoundTimes(self.cost, candidates)
@@ -209,9 +190,10 @@ class Learning:
 
     def rule(self) -> dict[str, Any]:
         """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""
-        rule = dict(self._rule)
-        rule["acceptance"] = self.acceptance.fresh(START_DRAWS).to_json()
-        rule["learn"] = self.learn
+        rule: dict[str, Any] = {
+            "roofline": self.cost.to_json(),
+            "acceptance": self.acceptance.fresh(START_DRAWS).to_json(),
+        }
         if self.ragged:
             rule["ragged"] = self.ragged is True or self.gain >= LEAST_GAIN
         if self.adaptive and self.prediction is not None:

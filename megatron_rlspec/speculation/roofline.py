@@ -1,25 +1,19 @@
-"""The cost of decode rounds: a roofline of a data sheet, of a model's sizes, or fitted to measured rounds."""
+"""The cost of decode rounds: a roofline of a model's sizes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from megatron_rlspec.types import SpecConfig
 
 # of a pass that computes as long as it reads the weights; rounds correct what follows from it
 RIDGE_TOKENS = 128.0
-RIDGES = 2.0 ** np.arange(-6, 13)  # tokens, tried by `fit`
-LEAST_WEIGHTS = 1e-12  # ms, where the drafter's passes cost something and the target's nothing
+LEAST_MS = 1e-12
 MOST_MS = 1e15
-# ms of a context token over those of all weights
-CONTEXTS = np.concatenate([[0.0], 4.0 ** np.arange(-12, -1)])
-USUAL_CONTEXT = 1e-5  # the same by the sizes of models of 0.5B to 8B, 4e-6 to 2e-5, in 16 bits
 
 
 class Work(NamedTuple):
@@ -70,7 +64,6 @@ class Roofline:
     drafter        duration of a drafter pass, as a share of a target pass
     host_ms        launches, once per round
     pass_ms        launch, once per drafter pass
-    switch_ms      to change the configuration between two rounds
     drafter_layer  the share of a drafter pass that its layer takes; the output head takes the rest
     experts        the share of `weights_ms` that reads one token's routed experts; a pass reads those of all its tokens
     used           experts that a token uses, as a share of all
@@ -83,7 +76,6 @@ class Roofline:
     drafter: float
     host_ms: float = 0.0
     pass_ms: float = 0.0
-    switch_ms: float = 0.0
     drafter_layer: float = 1.0
     experts: float = 0.0
     used: float = 1.0
@@ -103,7 +95,7 @@ class Roofline:
                 "used=0: expected the share of the experts that a token uses, 1 without experts"
             )
         # tokens are divided by it
-        if self.weights_ms + self.token_ms + self.host_ms < LEAST_WEIGHTS:
+        if self.weights_ms + self.token_ms + self.host_ms < LEAST_MS:
             raise ValueError(
                 "weights_ms, token_ms and host_ms are 0: expected a round that takes time"
             )
@@ -124,7 +116,7 @@ class Roofline:
         ridge_tokens: float = RIDGE_TOKENS,
         draft_vocabulary: int = 0,
     ) -> Roofline:
-        """Make the cost model that is used without a table. Its unit is one plain pass at batch 1.
+        """Make the cost model of a model's sizes. Its unit is one plain pass at batch 1.
 
         `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up
         an embedding is free. It also reads the keys and values of every context token, in the type of the weights, once
@@ -152,51 +144,6 @@ class Roofline:
             experts=config["num_hidden_layers"] * routed / target,
             used=used,
         )
-
-    @classmethod
-    def fit(cls, rounds: Iterable[tuple[SpecConfig, int, int, float]]) -> tuple[Roofline, float]:
-        """Fit to (configuration, batch, context tokens, ms). Return the roofline and the median relative error.
-
-        With the ridge and the share of the context given, a round's cost is linear in the other parameters. So all
-        pairs of the two are tried, each with a non-negative least squares fit. Errors are relative, so a round of 2 ms
-        counts as much as one of 200 ms.
-        """
-        configs, *columns = zip(*rounds, strict=True)
-        batch, context, ms = (np.array(column, float) for column in columns)
-        work = Work.of(configs, batch, context)
-        # then the context's cost cannot be told from the verified tokens'
-        one_length = np.ptp(context / batch) < 1
-        contexts = [USUAL_CONTEXT] if one_length else CONTEXTS.tolist()
-        best = math.inf
-        for ridge in RIDGES.tolist():
-            for share in contexts:
-                unit = cls(1.0, 1.0 / ridge, share, 0.0)
-                verify = unit.target_ms(work.verified, context)
-                drafting = work.drafts * verify + work.passes * unit.target_ms(work.step, context)
-                terms = [
-                    np.ones_like(ms),
-                    work.verified,
-                    verify,
-                    drafting,
-                    work.drafts + work.passes,
-                ]
-                x = np.stack(terms, axis=-1) / ms[:, None]
-                found, badness = nnls(x, np.ones(len(ms)))
-                if badness < best:
-                    best = float(badness)
-                    host, sample, weights, drafter, launch = found.tolist()
-                    weights = max(weights, LEAST_WEIGHTS)
-                    error = float(np.median(np.abs(x @ found - 1)))
-                    fitted = cls(
-                        weights,
-                        weights / ridge,
-                        weights * share,
-                        drafter / weights,
-                        host,
-                        launch,
-                        sample_ms=sample,
-                    )
-        return fitted, error
 
     def target_ms(self, tokens: np.ndarray, context: np.ndarray) -> np.ndarray:
         """Compute ms of a target pass over `tokens` new tokens with `context` tokens in the cache."""

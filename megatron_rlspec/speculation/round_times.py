@@ -1,6 +1,6 @@
-"""How long decode rounds take: a cost table or a roofline, corrected by the rounds that an engine times.
+"""How long decode rounds take: by the model's sizes, corrected by the rounds that an engine times.
 
-A table can be of another machine, and a roofline knows the model's sizes only. So a round of configuration c takes
+A roofline knows nothing of the machine. So a round of configuration c takes
 
     log ms = log cost(c, batch, context) + speed + error[c] + noise.
 
@@ -23,15 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
-Cost = CostTable | Roofline
-
 # Standard deviations of logarithms, so about shares.
-DOUBT_OF_TABLE = 0.1  # of what a measured table says of one configuration against another
-DOUBT_OF_SIZES = 0.4  # the same of a roofline
+DOUBT = 0.4  # of what the sizes say of one configuration against another
 NOISE = 0.05  # of one timing, until timings say otherwise
 DRIFT = 0.01  # of the machine's speed from one timing to the next, and
 AWAY = 0.1  # while the engine ran other batch sizes
@@ -56,15 +52,14 @@ class RoundTimes:
     comparisons  timings that came after one of another candidate near the same batch size
     """
 
-    def __init__(self, cost: Cost, candidates: Sequence[SpecConfig]) -> None:
+    def __init__(self, cost: Roofline, candidates: Sequence[SpecConfig]) -> None:
         self.cost = cost
         self.candidates = tuple(candidates)
-        doubt = DOUBT_OF_TABLE if isinstance(cost, CostTable) else DOUBT_OF_SIZES
         steps = np.log1p([config.num_steps for config in candidates])
         steps /= max(steps.max(), 1.0)
         size = 1 + len(self.candidates)
         self._prior = np.zeros((size, size))
-        self._prior[1:, 1:] = doubt**2 * (np.outer(steps, steps) + ALONE * np.eye(size - 1))
+        self._prior[1:, 1:] = DOUBT**2 * (np.outer(steps, steps) + ALONE * np.eye(size - 1))
         self._cost_id = zlib.crc32(json.dumps(cost.to_json()).encode())
         self.octaves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.noise = NOISE
@@ -124,12 +119,12 @@ class RoundTimes:
             covariance[0, 0] += AWAY**2
             return
         mean = np.zeros(len(self._prior))
-        covariance = self._prior * (1 + self._beyond(octave)) ** 2
+        covariance = self._prior.copy()
         covariance[0, 0] = NEVER_SEEN**2
         if self.octaves:
             nearest = min(self.octaves, key=lambda known: (abs(known - octave), known))
             mean, covariance = (part.copy() for part in self.octaves[nearest])
-            far = abs(nearest - octave) + self._beyond(octave) ** 2
+            far = abs(nearest - octave)
             covariance += PER_OCTAVE * far * self._prior
             covariance[0, 0] += NEXT_OCTAVE**2 * far
         self.octaves[octave] = mean, covariance
@@ -257,13 +252,6 @@ class RoundTimes:
         self.comparisons = int(state["comparisons"])
         self.timings = [int(count) for count in state["timings"]]
         return True
-
-    def _beyond(self, octave: int) -> int:
-        """Return by how many octaves a batch size lies outside those that a table measured."""
-        if not isinstance(self.cost, CostTable):
-            return 0
-        measured = self.cost.batches()
-        return max(octave_of(measured[0]) - octave, octave - octave_of(measured[-1]), 0)
 
     def _forget(self) -> None:
         self._factors = []

@@ -3,7 +3,7 @@
 It takes what delivers the most tokens per ms:
 
     tokens of a round   from the drafts that were accepted (`acceptance`)
-    ms of a round       from a cost table or the model's sizes, corrected by the engine's own rounds (`round_times`)
+    ms of a round       from the model's sizes, corrected by the engine's own rounds (`round_times`)
 
 One candidate is the incumbent. Another one replaces it when the rounds lost by staying repay the change. Where one of
 the others could be better than is known, a few of its rounds are run to find out (`trials`). Plain decoding (`OFF`) is
@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import Acceptance, histogram_of
-from megatron_rlspec.speculation.cost_table import UNVERIFIED, CostTable
 from megatron_rlspec.speculation.ragged import EXPLORE, Plan, Selection, counts_of
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.speculation.round_times import Cost, RoundTimes
+from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.speculation.trials import CHANGE, Situation, Trials
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -43,7 +42,7 @@ REPLAN = 32  # rounds for which the thresholds of a ragged rule stay
 
 @dataclass
 class _Tally:
-    """Counts since the last report. `ms` is in the unit of the cost: ms of a table, passes of a roofline."""
+    """Counts since the last report. `ms` is in the unit of the cost, a plain pass."""
 
     rounds: Counter[SpecConfig] = field(default_factory=Counter)
     switches: int = 0
@@ -53,15 +52,14 @@ class _Tally:
 
 
 class SpecRule:
-    """Chooses by a cost (a `CostTable` of one tensor-parallel size, or a `Roofline`), or by a fixed `SpecSchedule`.
+    """Chooses by a cost, or by a fixed `SpecSchedule`.
 
     candidates  configurations that the engine can run
     acceptance  what is known of accepted drafts
     forecast    acceptance a_1, a_2, ... that the trainer predicts for new weights. A configuration that pays off by it
                 is tried at once, and only once
-    learn       whether `timed` corrects the cost. Then candidates are also tried to time them
     ragged      whether rounds verify of each request the drafts worth it (`ragged.py`). The engine then calls `lengths`
-                or `drafts` between drafting and verifying. The cost must tell drafting from verifying
+                or `drafts` between drafting and verifying
     catch_up    after `choose`: the requests whose drafter must read what it missed before the round; those that missed
                 least
     """
@@ -69,12 +67,11 @@ class SpecRule:
     def __init__(
         self,
         candidates: Sequence[SpecConfig],
-        cost: Cost | None = None,
+        cost: Roofline | None = None,
         schedule: SpecSchedule | None = None,
         *,
         acceptance: Acceptance | None = None,
         forecast: Sequence[float] | None = None,
-        learn: bool = True,
         ragged: bool = False,
     ) -> None:
         if (cost is None) == (schedule is None):
@@ -88,8 +85,6 @@ class SpecRule:
             raise ValueError(
                 f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}"
             )
-        if ragged and not (isinstance(cost, Roofline) or cost is not None and cost.unverified):
-            raise ValueError(f"speculation rule: ragged needs a roofline, or a table {UNVERIFIED}")
         self.selection = Selection(max(deepest, 1)) if ragged else None
         self._plans: list[Plan] = []  # of each candidate
         self._chosen = 0  # the candidate of the round just chosen
@@ -97,11 +92,10 @@ class SpecRule:
         self._since_plan = 0
         self.cost = cost
         self.schedule = schedule
-        self.learns = learn and cost is not None
         self.catch_up = 0
         # Under a schedule both stay as they are.
         self.times = RoundTimes(cost or _NO_COST, self.candidates)
-        self.trials = Trials(self.candidates, self.acceptance, self.times, forecast, learn)
+        self.trials = Trials(self.candidates, self.acceptance, self.times, forecast)
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
         self.limit({})
         self._incumbent = -1
@@ -228,7 +222,7 @@ class SpecRule:
                       known, or is a large part of it
         """
         runs = config in self.candidates and batch <= self._most_batch.get(config, batch)
-        if not self.learns or not runs:
+        if self.cost is None or not runs:
             return
         decoding: float | None = ms
         if caught_up_ms is None and self._catching_up:
@@ -309,7 +303,6 @@ class SpecRule:
         catch_up_ms: Callable[[int], float],
     ) -> None:
         """Add up what each candidate would have gained, and make the best one the incumbent if that is enough."""
-        assert self.cost is not None
         best = rates.index(max(rates))
         new_rollout = batch > 2 * self._batch
         self._batch = batch
@@ -321,7 +314,7 @@ class SpecRule:
             self._change(best)
             return
         reading = catch_up_ms(batch) / ms[now]
-        threshold = PATIENCE + self.cost.switch_ms / ms[now]
+        threshold = PATIENCE
         if now == self._off:
             threshold += CATCH_UP * reading
         errors = self.times.errors(now)
@@ -377,23 +370,20 @@ class SpecRule:
             "candidates": [list(astuple(config)) for config in self.candidates],
             "acceptance": self.acceptance.to_json(),
             "forecast": self.trials.forecast,
-            "learn": self.trials.learn,
             "ragged": self.selection is not None,
         }
         if self.schedule is not None:
             return data | {"schedule": self.schedule.to_json()}
         assert self.cost is not None
-        kind = "table" if isinstance(self.cost, CostTable) else "roofline"
-        return data | {kind: self.cost.to_json(), "learnt": self._learnt()}
+        return data | {"roofline": self.cost.to_json(), "learnt": self._learnt()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
-        """Make a rule from JSON. Raises ValueError, CostTableError.
+        """Make a rule from JSON. Raises ValueError.
 
-        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `table`, `roofline` and
-        `schedule`. `table` is a path or a table's own JSON; `tp` selects one tensor-parallel size of it. Optional:
-        `acceptance`, `forecast`, `learn`, `ragged`, `chances` (drafts by log q that the trainer predicts), and `learnt`
-        (as `report` returns it), which counts if it is of the same cost and candidates.
+        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `roofline` and `schedule`.
+        Optional: `acceptance`, `forecast`, `ragged`, `chances` (drafts by log q that the trainer predicts), and
+        `learnt` (as `report` returns it), which counts if it is of the same cost and candidates.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -409,7 +399,6 @@ class SpecRule:
             **_cost_or_schedule(data),
             acceptance=None if acceptance is None else Acceptance.from_json(acceptance),
             forecast=data.get("forecast"),
-            learn=data.get("learn", True),
             ragged=data.get("ragged", False),
         )
         if rule.selection is not None and data.get("chances") is not None:
@@ -430,16 +419,14 @@ class SpecRule:
 
 
 _NO_COST = Roofline(1.0, 0.0, 0.0, 0.0)
-_COSTS = ("table", "roofline", "schedule")
+_COSTS = ("roofline", "schedule")
 _KEYS = {
     "candidates",
     "acceptance",
     "chances",
     "forecast",
-    "learn",
     "learnt",
     "ragged",
-    "tp",
     *_COSTS,
 }
 
@@ -453,10 +440,7 @@ def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
     value = data[given[0]]
     if given == ["schedule"]:
         return {"schedule": SpecSchedule.from_json(value)}
-    if given == ["roofline"]:
-        return {"cost": Roofline.from_json(value)}
-    table = CostTable.load(value) if isinstance(value, str) else CostTable.from_json(value)
-    return {"cost": table.at(data["tp"]) if data.get("tp") is not None else table}
+    return {"cost": Roofline.from_json(value)}
 
 
 def _check_candidates(candidates: Sequence[SpecConfig]) -> int:

@@ -63,13 +63,11 @@ class Trials:
         acceptance: Acceptance,
         times: RoundTimes,
         forecast: Sequence[float] | None,
-        learn: bool,
     ) -> None:
         self.candidates = candidates
         self.acceptance = acceptance
         self.times = times
         self.forecast = forecast
-        self.learn = learn
         self.requests = 0
         self.unseen = 0
         self.allowance = FREE
@@ -170,7 +168,7 @@ class Trials:
         incumbent = now.incumbent
         errors = [0.0] * len(now.rates)
         compare = False
-        if self.learn and any(self.times.timings):
+        if any(self.times.timings):
             if not self.times.knows(incumbent):
                 return -1
             errors = self.times.errors(incumbent)
@@ -196,7 +194,7 @@ class Trials:
 
     def _nothing_compared(self) -> bool:
         """Return whether timings say nothing of the differences yet."""
-        return self.learn and not self.times.comparisons
+        return not self.times.comparisons
 
     def _loss(self, tried: int, now: Situation) -> float:
         """Return the rounds of the incumbent that one round of a trial loses if it delivers no more drafts."""

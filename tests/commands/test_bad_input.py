@@ -22,7 +22,6 @@ from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.models.hf_files import CheckpointError, write_hf
 from megatron_rlspec.records import recorder
 from megatron_rlspec.rollout.sglang.http import serve
-from megatron_rlspec.speculation.cost_table import CostTableError
 from megatron_rlspec.tasks import data
 
 MAKE_TASK = Path(__file__).parents[2] / "examples/quickstart/make_task.py"
@@ -101,7 +100,6 @@ ROWS += [
     ),
     ("state cut", CheckpointError, pending(b"\x92\x82"), ("step-000002.state: its checksum differs",)),
     ("dense experts", ConfigError, session("parallel.expert=2"), ("config.json of", "parallel.expert=2")),
-    ("run's cost table missing", CostTableError, session("spec.cost_table=no.json"), ("no.json: No such file",)),
 ]
 
 # ---- serve, schedules, rewards --------------------------------------------------------------------------------------

@@ -143,28 +143,6 @@ def write_model(folder):
     )
 
 
-def write_cost_table(path, free):
-    """Write an invented cost table: `free` verified tokens cost nothing, so the best steps depend on the batch."""
-    from megatron_rlspec.speculation.cost_table import CostTable, Provenance, RoundCost
-    from megatron_rlspec.types import OFF, SpecConfig
-
-    def ms(config, batch):
-        return 10 + 0.2 * config.num_steps + 0.4 * max(0, batch * (config.num_steps + 1) - free)
-
-    nowhere = Provenance(
-        model="tiny", hardware="-", dtype="float32", engine="-", engine_version="0", date="-", simulated=True
-    )
-    CostTable(
-        nowhere,
-        [
-            RoundCost(config=config, batch=batch, context_tokens=batch * length, ms=ms(config, batch), tp=1)
-            for config in (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3))
-            for batch in (1, 2, 4, 8, 16, 32, 64)
-            for length in (8, 64)
-        ],
-    ).save(path)
-
-
 def command(folder, slime, driver, train, context, rollouts, kind, extra=()):
     """Return a recipe's command line for this small size. Goes on from what `folder/save` has."""
     model = folder / "model"
@@ -270,7 +248,6 @@ def main():
     parser.add_argument("--verifier", choices=("target_only", "position_keyed"), default="target_only")
     parser.add_argument("--kind", choices=("mtp", "eagle3", "mixture"), default="mtp", help="of the drafter")
     parser.add_argument("--modulus", type=int, default=10, help="of the sums that are asked for")
-    parser.add_argument("--free", type=int, default=40, help="tokens that a round verifies for nothing")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--sglang", choices=sorted(versions.KNOWN), default="0.5.23")
     options, extra = parser.parse_known_args()
@@ -284,7 +261,6 @@ def main():
             write_drafter(folder / "model")
         if options.kind == "mixture":
             write_mixture(folder / "model")
-        write_cost_table(folder / "cost.json", options.free)
         (folder / "user.yaml").write_text(f"bf16: {str(options.dtype == 'bfloat16').lower()}\n")
         slime = checkout(folder, options.sglang)
     for argument in versions.KNOWN[options.sglang].cpu_arguments:
@@ -298,7 +274,7 @@ def main():
     ours += ["--verifier", options.verifier]
     if options.kind == "eagle3":
         ours += ["--drafter.kind", "eagle3", "--drafter.path", str(folder / "drafter")]
-    ours += ["--candidate-steps", "0,1,2,3", "--cost-table", str(folder / "cost.json")]
+    ours += ["--candidate-steps", "0,1,2,3"]
     prefix = [sys.executable, "-m", "megatron_rlspec.cli", "slime", *ours, "--"]
     env = environment(folder, slime, options.sglang)
     with cluster(folder, env) as address:

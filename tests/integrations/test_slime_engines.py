@@ -119,7 +119,7 @@ def test_the_canary_sees_an_eagle3_drafter_that_was_exported_wrongly(tmp_path):
         tiny_eagle3.write(tmp_path / name, *model)
         for name, model in {"a": (config, target), "b": (own, drafter)}.items()
     ]
-    learning = Learning([0, 1, 2], "", Roofline.of_layers(8))
+    learning = Learning([0, 1, 2], Roofline.of_layers(8))
     learning.observe([RoundStats(SpecConfig(2), 8, 800, 600, 900.0, (100, 100, 200))], [])
     speculation = SlimeDraftRule(learning, [SpecConfig(1), SpecConfig(2)], HealthSettings(canary_share=1.0))
     prompts = [[3 + (i * 7 + j) % 150 for j in range(6)] for i in range(16)]

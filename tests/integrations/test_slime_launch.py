@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,8 +13,7 @@ from megatron_rlspec.integrations.slime import launch
 from megatron_rlspec.integrations.slime.flags import read_flags
 from megatron_rlspec.integrations.slime.plan import FUNCTIONS, ONE_DEPTH, plan
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.speculation.cost_table import CostTableError
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import SpecConfig
 
 DRAFTER = DrafterConfig()
 EAGLE3 = {"kind": "eagle3", "path": "/a"}
@@ -224,28 +222,7 @@ def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
     assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
 
 
-TABLE = Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json"
-
-
-def test_cost_table_puts_our_rule_into_the_engines(monkeypatch):
-    """The rule is read back as SGLang's scheduler process reads it, and decides as it decides there."""
-    from megatron_rlspec.rollout.sglang.scheduler.decisions import Decider
-    from megatron_rlspec.rollout.sglang.settings import Settings
-
-    steps = [0, 1, 3]
-    added = plan([], DRAFTER, steps, 3, str(TABLE))
-    monkeypatch.setenv("RLSPEC_SGLANG", added.environment["RLSPEC_SGLANG"])
-    settings = Settings.from_environment()
-    decider = Decider(settings)
-    decider.start(added.adaptive["1"]["candidate_steps"], 3)
-    chosen = decider.choose(1, 1000, None)[0]
-    for _ in range(400):
-        decider.rule.observe(chosen, [0])  # nothing is ever accepted
-        chosen = decider.choose(256, 256 * 1000, None)[0]
-    assert chosen == OFF
-
-
-def test_without_a_table_engines_keep_num_steps_at_first():
+def test_engines_keep_num_steps_at_first():
     """The plugin is active, for the contract after pushes. The first rollout uses `num_steps`."""
     from megatron_rlspec.rollout.sglang.scheduler.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
@@ -253,15 +230,6 @@ def test_without_a_table_engines_keep_num_steps_at_first():
     decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))
     decider.start([0, 1, 3], 3)
     assert decider.choose(1, 100, None)[0] == decider.choose(200, 200_000, None)[0] == SpecConfig(3)
-
-
-def test_bad_cost_tables_are_reported_before_anything_starts(tmp_path):
-    with pytest.raises(CostTableError, match="nothing.json"):
-        plan([], DRAFTER, [0, 1], 1, str(tmp_path / "nothing.json"))
-    with pytest.raises(ConfigError, match="nothing to choose from"):
-        plan([], DRAFTER, [3], 3, str(TABLE))
-    with pytest.raises(ConfigError, match="nothing to choose from: under --sglang-enable-pdmux SGLang does not adapt"):
-        plan(["--sglang-enable-pdmux"], DRAFTER, cost_table=str(TABLE))
 
 
 @pytest.mark.parametrize(

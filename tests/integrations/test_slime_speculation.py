@@ -50,7 +50,7 @@ def rounds(*accepted):
 
 def test_an_evaluation_is_not_learnt_from(monkeypatch):
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = SlimeDraftRule(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
+    speculation = SlimeDraftRule(Learning([0, 3], Roofline.of_layers(2)), [CHAIN])
     Engine.rounds.append(rounds(5000, 0, 0, 0))
     speculation.forget(["a"])
     Engine.rounds.append(rounds(0, 0, 0, 50))
@@ -61,13 +61,13 @@ def test_an_evaluation_is_not_learnt_from(monkeypatch):
 def test_no_canary_before_the_first_push(monkeypatch):
     """SGLang names "default" as the version of weights that it loaded by itself (slime's --debug-rollout-only)."""
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = SlimeDraftRule(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
+    speculation = SlimeDraftRule(Learning([0, 3], Roofline.of_layers(2)), [CHAIN])
     assert speculation.canary(["a"], [[1, 2, 3]], Sampling()) == {}
 
 
 def test_canaries_that_no_engine_answered_are_not_reported_as_good_ones(monkeypatch):
     monkeypatch.setattr(slime_speculation, "SlimeEngine", Engine)
-    speculation = SlimeDraftRule(Learning([0, 3], "", Roofline.of_layers(2)), [CHAIN])
+    speculation = SlimeDraftRule(Learning([0, 3], Roofline.of_layers(2)), [CHAIN])
     monkeypatch.setattr(speculation, "_canary_version", lambda engine: 7)
     monkeypatch.setattr(speculation._canary, "run", lambda *_: {"a": CanaryResult(error="no answer")})
     assert speculation.canary(["a"], [[1, 2, 3]], Sampling()) == {}
@@ -77,7 +77,7 @@ def test_canaries_that_no_engine_answered_are_not_reported_as_good_ones(monkeypa
 def test_a_resumed_run_may_have_other_candidate_steps(before):
     """Its engines accept the restored rule, even if `--candidate-steps` was different before."""
     cost = Roofline.of_layers(2)
-    former, resumed = (Learning([0, deepest], "", cost) for deepest in (before, 3))
+    former, resumed = (Learning([0, deepest], cost) for deepest in (before, 3))
     former.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
     resumed.restore(json.loads(json.dumps(former.state())))
     rule = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **resumed.rule()})

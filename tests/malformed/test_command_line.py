@@ -1,4 +1,4 @@
-"""Commands themselves: names, arguments, ranks, rewards and cost tables, before anything starts."""
+"""Commands themselves: names, arguments, ranks, rewards and durations of rounds, before anything starts."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,11 +45,11 @@ REWARDS = [
     reward("of no function, for a warm start", "", "has no attribute 'f'", act=SFT),
 ]
 
-TABLES = [
+DURATIONS = [
     Case(
-        "cost table missing",
-        TRAIN + "--spec.cost_table no.json",
-        ("spec.cost_table: no.json: No such file", "relative to /"),
+        "durations of rounds missing",
+        TRAIN + "--rollout.engine embedded --tail.tp 1,2 --tail.cost_table no.json",
+        ("no.json: No such file",),
         run_with(),
     )
 ]
@@ -74,7 +74,7 @@ COMMANDS = [
     ),
 ]
 
-CASES = REWARDS + TABLES + COMMANDS
+CASES = REWARDS + DURATIONS + COMMANDS
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -43,7 +43,7 @@ CONTRADICTIONS = [
     option("--spec.ragged auto --spec.drafts argmax", "spec.ragged=auto", "spec.drafts=coupled"),
     option("--spec.ragged maybe", "spec.ragged: expected true, false or 'auto'", "maybe"),
     option("--spec.num_steps 4", "spec.num_steps=4", "candidate_steps=[0, 1, 2, 3, 5]"),
-    option("--spec.mode fixed --spec.cost_table c.json", "spec.cost_table=c.json", "mode=fixed"),
+    option("--spec.mode fixed --spec.ragged true", "spec.ragged=true", "mode=fixed"),
     option("--parallel.sequence true", "parallel.sequence=true", "tensor=1"),
     option("--rollout.engine embedded --rollout.engines 2", "engine=embedded", "engines=2"),
     option("--optimizer.decay_steps 5 --optimizer.warmup_steps 9", "optimizer.decay_steps=5", "warmup_steps=9"),

@@ -7,6 +7,7 @@ from test_health_in_a_run import Run
 from megatron_rlspec.run import engines
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import RoundStats, SpecConfig
 
 ROUNDS = 20
@@ -16,12 +17,10 @@ ROUNDS = 20
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "CANARY_PROMPTS", 0)
     options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3"}
-    options["spec__learn_costs"] = "false"  # costs are those below
+    monkeypatch.setattr(SpecRule, "timed", lambda *_, **__: None)  # costs are those below
     made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
     learning = made.rollouts.speculation.learning
-    learning._rule = {
-        "roofline": Roofline.of_layers(8).to_json()
-    }  # with the model's one layer, drafting would never be faster
+    learning.cost = Roofline.of_layers(8)  # with the model's one layer, drafting would never be faster
     learning.observe([RoundStats(SpecConfig(1), 32, 3200, 40, 40.0, (1249, 31))], [])  # the drafter was bad before
     made.engine.set_spec_rule(learning.rule())
     yield made

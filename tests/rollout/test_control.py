@@ -1,7 +1,5 @@
 """Commands to a scheduler process: hold speculation, and the rule that runs after the release."""
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights, shared_times
 from megatron_rlspec.rollout.sglang.settings import Settings
-from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
 
@@ -57,20 +54,6 @@ def test_ranks_learn_the_durations_of_the_first(monkeypatch):
         assert arrived == [[i, "abort"]] * 2 and len(configs) == 1
     first, second = (decider.rule.report()["learnt"]["times"] for decider in ranks)
     assert first == second and sum(first["timings"]) > 5
-
-
-def test_of_a_table_of_several_sizes_the_engines_own_counts(decider):
-    one = CostTable.load(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
-    both = CostTable(one.provenance, (*one.rounds, *(replace(row, tp=2, ms=row.ms / 2) for row in one.rounds)))
-    decider.start([0, 1, 3], 3, 2)
-    for given in ({}, {"tp": 2}):
-        decider.replace({"table": both.to_json()} | given)
-        assert decider.rule.cost.tps == (2,) and OFF in decider.rule.candidates
-    decider.start([0, 1, 3], 3, 4)
-    with pytest.raises(ValueError, match="tp"):
-        decider.replace({"table": both.to_json()})
-    decider.replace({"table": one.to_json()})
-    assert decider.rule.cost.tps == (1,), "a table of one size counts for any"
 
 
 def test_a_rule_set_during_a_hold_is_stored(decider):

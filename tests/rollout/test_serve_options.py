@@ -12,13 +12,10 @@ from unittest import mock
 import pytest
 import tiny_mimo
 import torch
-from roofline_tables import HARDWARE, of_hardware, roofline_table
 
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.rollout.sglang.http import checks, serve
 from megatron_rlspec.run import loading
-from megatron_rlspec.speculation.cost_table import Provenance
-from megatron_rlspec.speculation.graphs import chains
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
 
@@ -27,9 +24,6 @@ CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, voca
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("options")
     tiny_mimo.write(folder / "mimo", CONFIG, tiny_mimo.weights(CONFIG))
-    provenance = Provenance("7B", "H20", "bfloat16", "roofline", "-", "2025-01-01", simulated=True)
-    roofline = of_hardware(*HARDWARE["H20"])
-    roofline_table(roofline, chains((0, 1, 2, 3, 5)), (1, 64), (128, 2048), provenance).save(folder / "costs.json")
     return folder
 
 
@@ -123,12 +117,6 @@ START_OF = {"verl": ("+", "actor_"), "areal": ("AREAL_",), "miles": ("--sglang-"
 def test_an_option_without_effect_is_refused(given: list[str], useless: list[str], folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"{useless[0]} has no effect with {' '.join(given)}"):
         started(folder, *given, *useless)
-
-
-def test_a_cost_table_of_other_configurations_is_refused(folder: Path) -> None:
-    table = str(folder / "costs.json")
-    with pytest.raises(ConfigError, match=f"{table}: cost table holds none of k4; it holds off, k1, k2, k3, k5"):
-        started(folder, "--cost-table", table, "--candidate-steps", "4", "--num-steps", "4")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import pieces
 import pytest
 import tiny_mimo
 import torch
+from certain_costs import certain
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.integrations.slime.engines import after_push
@@ -148,7 +149,7 @@ WORTH_IT = {
 
 def choosing(cost: Roofline) -> dict[str, Any]:
     """Return a rule that verifies the drafts worth it by these costs."""
-    return {"candidates": [[3, 1, 4]], "roofline": cost.to_json(), "ragged": True, "learn": False}
+    return {"candidates": [[3, 1, 4]], "roofline": cost.to_json(), "ragged": True}
 
 
 @pytest.mark.lossless
@@ -381,7 +382,7 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(
     asked = requests(12, "some")
     sampling = Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
     computing = Roofline(0.0, token_ms=1 / 32, context_ms=1 / 150, drafter=0.1)
-    rule = {"candidates": [[0, 0, 0], [3, 1, 4]], "roofline": computing.to_json(), "learn": False}
+    rule = certain(computing, [OFF, SpecConfig(3)])
     try:
         engine.update_weights(1, half_wrong_drafter().items())
         engine.set_schedule(k(3))
@@ -633,7 +634,7 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     swapped = agreeing | {name: torch.cat([agreeing[name][:, half:], agreeing[name][:, :half]], 1)}
     configs = [SpecConfig(*config) for config in engine.describe()["configs"]]
     settings = HealthSettings(canary_share=1.0, canary_tokens=24)
-    learning = Learning([0, 1, 2, 3], "", Roofline.of_model(CONFIG, 64.0))
+    learning = Learning([0, 1, 2, 3], Roofline.of_model(CONFIG, 64.0))
     speculation = SlimeDraftRule(learning, configs, settings)
     prompts = [r.prompt.tokens.tolist() for r in requests(6)]
     greedy = Sampling(temperature=0, ignore_eos=True)

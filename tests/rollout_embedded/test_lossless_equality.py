@@ -9,6 +9,7 @@ import embedded_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from certain_costs import certain
 from lossless_tools import Target
 
 from megatron_rlspec.rollout.embedded import verify
@@ -116,8 +117,7 @@ def test_a_rule_that_chooses_drafts_shows_in_no_text(model, sampling):
     engine = oracle.engine_of(*model, SpecConfig(3))
     verified = []
     for ridge in (4.0, 64.0):
-        rule = {"roofline": Roofline.of_layers(12, ridge).to_json(), "ragged": True}
-        rule |= {"candidates": [[3, 1, 4], [5, 1, 6]], "learn": False}
+        rule = certain(Roofline.of_layers(12, ridge), [SpecConfig(3), SpecConfig(5)]) | {"ragged": True}
         for right in (0.0, 1.0):  # what the trainer's rows say of all drafts, whatever their q
             foretold = {"chances": [[500.0] * BINS, [500.0 * right] * BINS]}
             engine.set_spec_rule(rule | foretold)

@@ -8,6 +8,7 @@ import embedded_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from certain_costs import certain
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.speculation.acceptance import pooled
@@ -19,8 +20,7 @@ PROMPTS = [[3], [5, 9, 2], [7, 7, 1, 4, 9, 11], [13, 2] * 9]
 LONG = Sampling(max_new_tokens=60, ignore_eos=True)
 FREE = Sampling(max_new_tokens=60)
 # At these costs some drafts are worth it.
-RAGGED = {"candidates": [[3, 1, 4], [5, 1, 6]], "roofline": Roofline.of_layers(12, 8.0).to_json(), "ragged": True}
-RAGGED |= {"learn": False}
+RAGGED = certain(Roofline.of_layers(12, 8.0), [SpecConfig(3), SpecConfig(5)]) | {"ragged": True}
 
 
 @pytest.fixture(scope="module")

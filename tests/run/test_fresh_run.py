@@ -15,7 +15,7 @@ from megatron_rlspec.records.recorder import read_records
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "algorithm__tis_clip": 0, "train__eval_prompts": 1, "train__steps": 8}
 # train.deterministic: the fresh drafter's updates depend on no clock.
-FRESH = {"drafter__fresh": "true", "spec__learn_costs": "false", "train__deterministic": "true"}
+FRESH = {"drafter__fresh": "true", "train__deterministic": "true"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,8 @@ def plain(start, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def ended(plain, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("ended") / "run"
-    run(plain, run_dir, **OPTIONS, **FRESH, drafter__lr=1e-2, drafter__warmup_steps=0)
+    options = OPTIONS | FRESH | {"drafter__lr": 1e-2, "drafter__warmup_steps": 0}
+    run(plain, run_dir, module="given_costs", **options)
     return run_dir
 
 

@@ -31,7 +31,7 @@ def test_the_limit_follows_the_type_and_what_the_run_has_seen(options, seen, lim
 
 
 def test_first_drafts_that_are_accepted_half_as_often_make_a_canary_due(tmp_path):
-    learning = Learning([0, 3], "", Roofline.of_layers(8))
+    learning = Learning([0, 3], Roofline.of_layers(8))
     speculation = RunDraftRule(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
 
     def fell(refused, accepted):

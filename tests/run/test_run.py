@@ -111,7 +111,7 @@ def test_the_dapo_recipe_clips(start, tmp_path):
 @pytest.mark.lossless
 def test_which_drafts_are_verified_changes_no_step(start, tmp_path):
     """With the trainer's rows as the first chances of drafts, and where they choose whether anything is chosen."""
-    options = {"rollout__engine": "embedded", "train__steps": 3, "spec__learn_costs": "false", "algorithm__tis_clip": 0}
+    options = {"rollout__engine": "embedded", "train__steps": 3, "algorithm__tis_clip": 0}
     found, rules = {}, {}
     for ragged in ("false", "true", "auto"):
         run(start, tmp_path / ragged, **options, spec__ragged=ragged)

@@ -2,13 +2,11 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_rlspec.speculation.acceptance import Acceptance, Prediction
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, Provenance, RoundCost
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.ragged import BINS, cells_of
 from megatron_rlspec.speculation.roofline import Roofline
@@ -16,8 +14,8 @@ from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 
-def learning(deepest=3, table="", **options):
-    return Learning((0, 1, deepest), table, Roofline.of_layers(12), **options)
+def learning(deepest=3, **options):
+    return Learning((0, 1, deepest), Roofline.of_layers(12), **options)
 
 
 def rounds(k, *accepted):
@@ -142,33 +140,13 @@ def test_engines_without_a_rule_get_no_forecast():
     assert made.accept_length(SpecConfig(3)) == pytest.approx(1.875)  # as predicted
 
 
-def test_a_table_of_several_sizes_counts_by_the_engines_size(tmp_path):
-    rows = [
-        RoundCost(tp, batch, batch * 100, config, ms)
-        for tp, drafting in ((1, 9.0), (2, 1.1))  # ms of a round with three drafts: they pay at size 2 only
-        for batch in (1, 4)
-        for config, ms in ((OFF, 1.0), (SpecConfig(3), drafting))
-    ]
-    path = tmp_path / "sizes.json"
-    CostTable(Provenance("m", "cpu", "float32", "e", "", ""), rows).save(path)
-
-    def chosen(tp):
-        mine = Learning((0, 3), str(path), Roofline.of_layers(2), tp=tp)
-        mine.observe([RoundStats(SpecConfig(3), 4, 400, rounds=50, ms=100.0, accepted=(0, 0, 0, 200))], [])
-        return SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **mine.rule()}).choose(4, 400)
-
-    assert (chosen(1), chosen(2)) == (OFF, SpecConfig(3))
-    with pytest.raises(CostTableError, match=r"holds tp=\[1, 2\], but this engine runs tp=4"):
-        chosen(4)
-
-
 def test_records_hold_shares_acceptance_and_what_rules_decided():
     stats = [
         RoundStats(SpecConfig(3), 4, 400, rounds=30, ms=90.0, accepted=(60, 0, 0, 60)),
         RoundStats(OFF, 64, 6400, rounds=10, ms=30.0, accepted=(640,)),
     ]
     report = {"predicted_ms": 2.0, "switches": 3, "probes": 1}
-    values = learning(learn=False).observe(stats, [report | {"estimated_regret": 0.02}, {}])
+    values = learning().observe(stats, [report | {"estimated_regret": 0.02}, {}])
     assert values["spec/share_k3"] == 0.75 and values["spec/share_off"] == 0.25
     assert values["spec/ms_per_round"] == pytest.approx(3.0) and 0.5 < values["spec/accept_1"] < 0.6
     assert values["spec/estimated_regret"] == pytest.approx(0.02) and values["spec/switches"] == 3
@@ -176,7 +154,7 @@ def test_records_hold_shares_acceptance_and_what_rules_decided():
 
 def test_a_rollout_of_rounds_without_a_time():
     """Only rounds right after a prefill, which have no time: acceptance is learned, shares are unknown."""
-    learnt = learning(learn=False)
+    learnt = learning()
     found = learnt.observe([RoundStats(SpecConfig(3), 4, 400, rounds=0, ms=0.0, accepted=(0, 0, 0, 400))], [])
     assert found["spec/rounds"] == 0 and "spec/share_k3" not in found
     assert found["spec/accept_1"] > 0.9
@@ -213,12 +191,6 @@ def test_a_prediction_wakes_a_probe_and_does_not_replace_what_was_seen():
     assert start["draws"][0] == 50.0 and start["ratio_hits"] == made.acceptance.ratio_hits
     assert Acceptance.from_json(start).rates == pytest.approx(made.acceptance.rates, abs=0.02)
     assert made.expect(None) == {} and "forecast" not in made.rule()
-
-
-def test_a_table_that_cannot_tell_drafting_from_verifying_is_refused_for_a_ragged_rule():
-    table = str(Path(__file__).parents[2] / "examples/cost_tables/h100-simulated.json")
-    with pytest.raises(CostTableError, match="h100-simulated.json: spec.ragged needs a table with `unverified` rounds"):
-        Learning((0, 1), table, Roofline.of_layers(2), ragged=True)
 
 
 def chains(*chances, starts=100.0, steps=3):

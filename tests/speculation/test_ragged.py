@@ -107,7 +107,7 @@ def test_a_rule_drafts_more_where_it_verifies_what_is_worth_it():
     rng = np.random.default_rng(1)
     tokens = {}
     for ragged in (False, True):
-        rule = SpecRule(candidates, cost, learn=False, ragged=ragged)
+        rule = SpecRule(candidates, cost, ragged=ragged)
         delivered = ms = 0.0
         for number in range(400):
             config = rule.choose(128, 128 * 100)

@@ -15,6 +15,7 @@ from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbed
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.plans import round_costs
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.tp_planner import WIRE, SwitchCosts, TPPlanner
 from megatron_rlspec.extensions.migration.wiring import RunMigration
@@ -28,7 +29,6 @@ from megatron_rlspec.rollout.start import (
     embedded_of,
 )
 from megatron_rlspec.speculation.acceptance import Acceptance
-from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -63,20 +63,15 @@ class FleetEngines(EmbeddedEngines):
 
 
 def migration(config: Config, hf_config: Mapping[str, Any]) -> RunMigration:
-    """Build what moves samples in a run. Raises CostTableError."""
+    """Build what moves samples in a run."""
     return RunMigration(rebalancer(config, hf_config))
 
 
 def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> Rebalancer | None:
-    """Build the move planner, or None if moves are off. Raises CostTableError."""
+    """Build the move planner, or None if moves are off."""
     if not config.tail.rebalance:
         return None
-    cost: CostTable | Roofline
-    if config.spec.cost_table:
-        table = CostTable.load(Path(config.spec.cost_table))
-        cost = table.of_engine(config.placement.tensor)
-    else:
-        cost = Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary)
+    cost = Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary)
     return Rebalancer(cost, _candidates(config))
 
 
@@ -105,7 +100,7 @@ def member(config: Config) -> Member:
 def _sizes(
     config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int
 ) -> TPPlanner:
-    """Build the planner of the fleet's tensor-parallel size. Raises CostTableError and ConfigError."""
+    """Build the planner of the fleet's tensor-parallel size. Raises RoundCostError and ConfigError."""
     for tp in config.tail.tp:
         try:
             engine.arch.check_size(tp)
@@ -120,5 +115,5 @@ def _sizes(
     candidates = _candidates(config)
     depth = max(candidate.num_steps for candidate in candidates)
     rates = Acceptance(max(1, depth)).rates
-    table = CostTable.load(Path(config.tail.cost_table)).of_sizes(config.tail.tp)
-    return TPPlanner(table, candidates, rates, costs, ranks)
+    measured = round_costs.read(config.tail.cost_table, config.tail.tp)
+    return TPPlanner(measured, candidates, rates, costs, ranks)

@@ -49,7 +49,7 @@ def parser() -> arguments.Parser:
         description="run slime's own command line with a trained drafter and speculating engines.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example="rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN ...",
-        first=("--num-steps", "--cost-table", "--folder", "--dry-run"),
+        first=("--num-steps", "--folder", "--dry-run"),
     )
     for name in DRAFTER:
         option = DrafterConfig.model_fields[name]
@@ -67,11 +67,6 @@ def parser() -> arguments.Parser:
         "--num-steps",
         type=arguments.integer(0, MOST_DRAFTS),
         help=f"steps at the start ({NUM_STEPS} of the command, or {spec.num_steps})",
-    )
-    p.add_argument(
-        "--cost-table",
-        default="",
-        help="file written by `rlspec profile`: engines choose by its times; without it, by those of their rounds",
     )
     p.add_argument(
         "--verifier",
@@ -97,13 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     slime_arguments = command[driver_index(command) + 1 :]
     given = read_flags(slime_arguments)
     drafter = _drafter_section(options, given.get(DRAFT_MODEL))
-    table = str(Path(options.cost_table).absolute()) if options.cost_table else ""
     added = plan(
         slime_arguments,
         drafter,
         options.candidate_steps,
         options.num_steps,
-        table,
         options.verifier,
     )
     old = version("sglang") == "0.5.15.post1"

@@ -19,14 +19,12 @@ class Options(BaseModel, frozen=True):
 
     drafter          section `[drafter]`
     candidate_steps  draft steps of a round that engines choose from; acceptance is predicted for those above 0
-    cost_table       file that the engines' rule chooses by; "": it learns costs from rounds
     folder           files that train ranks and the RolloutManager exchange; None: they exchange none
     user_functions   slime's flag -> the user's own function, which ours calls
     """
 
     drafter: DrafterConfig = DrafterConfig()
     candidate_steps: tuple[int, ...] = SpecSection().candidate_steps
-    cost_table: str = ""
     verifier: Verifier = "target_only"
     folder: Path | None = None
     user_functions: dict[str, str] = {}

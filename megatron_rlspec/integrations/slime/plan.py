@@ -19,9 +19,7 @@ from megatron_rlspec.integrations.slime.flags import (
 )
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
-from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.graphs import chains
-from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import Verifier
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
@@ -81,7 +79,6 @@ def plan(
     drafter: DrafterConfig,
     candidate_steps: Sequence[int] | None = None,
     num_steps: int | None = None,
-    cost_table: str = "",
     verifier: Verifier | None = None,
 ) -> Additions:
     """Decide what to add to `arguments`, which follow slime's driver.
@@ -89,10 +86,9 @@ def plan(
     drafter          section [drafter]; a depth that is not set follows from the attention
     candidate_steps  that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
     num_steps        until the first rollout has ended; None: the command's own, or the default
-    cost_table       file by which our rule chooses in the engines; "": the rule learns costs from rounds
     verifier         None: position_keyed, which gives each sample a seed, where the engines can do it
 
-    Raises ConfigError or CostTableError if slime's own flags contradict it.
+    Raises ConfigError if slime's own flags contradict it.
     """
     given = read_flags(arguments)
     refusals.refuse(given, drafter)
@@ -113,20 +109,13 @@ def plan(
     if len(candidates) > 1 and ADAPTIVE not in given:
         added.flags.append(ADAPTIVE)
         if f"{ADAPTIVE}-config" not in given:
-            added.adaptive = _captured_graphs(given, candidates, cost_table)
-    rule = None
-    if cost_table:
-        if len(candidates) == 1:
-            remedy = f"{fixed}; leave it out" if fixed else "give --candidate-steps more than one"
-            raise ConfigError(f"--cost-table {cost_table}: nothing to choose from: {remedy}")
-        rule = _table_rule(cost_table, candidates, engine_gpus(given))
+            added.adaptive = _captured_graphs(given, candidates)
     # Without a rule the engines keep `start` until the first rollout has been observed.
-    added.environment |= Settings(verifier, rule).to_environment()
+    added.environment |= Settings(verifier).to_environment()
     depth = _depth(given, drafter, added.notes)
     added.settings |= {
         "drafter": drafter.model_dump() | {"depth": depth},
         "candidate_steps": candidates,
-        "cost_table": cost_table,
         "verifier": verifier,
     }
     return added
@@ -233,27 +222,13 @@ def _depth(given: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
     return 1
 
 
-def _captured_graphs(given: Flags, candidates: Sequence[int], cost_table: str) -> dict[str, Any]:
-    """Return the step counts from each batch size on for which SGLang captures CUDA graphs. Raises CostTableError."""
-    gpus = engine_gpus(given)
-    max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
+def _captured_graphs(given: Flags, candidates: Sequence[int]) -> dict[str, Any]:
+    """Return the step counts from each batch size on for which SGLang captures CUDA graphs."""
+    max_batch = 512 if engine_gpus(given) >= 4 else 256  # SGLang's own on GPUs above 60 GiB
     for flag in reversed(MAX_BATCH):
         max_batch = whole_number(given.get(flag)) or max_batch
-    table = CostTable.load(cost_table).of_engine(gpus) if cost_table else None
     layers = whole_number(given.get("--num-layers"))
-    if layers is None and table is None:
+    if layers is None:
         return {"1": {"candidate_steps": list(candidates)}}
-    needed = graphs.needed(chains(candidates), max_batch, layers or 1, table)
+    needed = graphs.needed(chains(candidates), max_batch, layers)
     return graphs.slots(needed, max_batch)
-
-
-def _table_rule(cost_table: str, candidates: Sequence[int], gpus: int) -> dict[str, Any]:
-    """Return the data of our rule in the engines. Raises CostTableError, or ConfigError if it could not read them."""
-    table = CostTable.load(cost_table).of_engine(gpus)
-    configs = [list(c.numbers) for c in chains(candidates)]
-    rule = {"table": cost_table, "candidates": configs}
-    try:
-        SpecRule.from_json(rule | {"tp": table.tps[0]})
-    except ValueError as error:
-        raise ConfigError(f"--cost-table {cost_table}: {error}") from None
-    return rule

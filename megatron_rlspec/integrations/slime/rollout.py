@@ -153,9 +153,7 @@ def make_speculation(
     config = described(args.hf_checkpoint, drafter)
     learning = Learning(
         sorted({config.num_steps for config in configs}),
-        options.cost_table,
         Roofline.of_model(config.get("text_config", config)),
-        tp=args.rollout_num_gpus_per_engine,
     )
     if state := slime_state.read_rollouts(options.folder):
         if lost := learning.restore(state):

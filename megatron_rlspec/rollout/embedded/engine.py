@@ -360,7 +360,7 @@ class EmbeddedEngine:
         if_all: Sequence[float] = ()
         if rule is not None:
             if_all = rule.observe(config, accepted, verified, committed.logq)
-            if rule.learns and timed:
+            if timed:
                 ms = self.model.comm.mean(took, self.model.device)
                 rule.timed(config, len(rows), context, ms, drafts=float(verified.mean()))
         self._append(runs, committed)

@@ -10,15 +10,12 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from short_run import costs_of_tokens, run, train
+from short_run import run, train
 from test_interrupted import told
 
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import FOLDER
-from megatron_rlspec.speculation.cost_rows import Provenance, RoundCost
-from megatron_rlspec.speculation.cost_table import CostTable
-from megatron_rlspec.types import OFF, SpecConfig
 
 OPTIONS = {
     "rollout__engine": "embedded",
@@ -33,24 +30,23 @@ FIRST = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollou
 
 
 @pytest.mark.slow
-def test_ranks_train_while_they_draw(start, tmp_path):
+def test_ranks_train_while_they_draw(start, tmp_path, monkeypatch):
     """Main threads train while the threads of the fleet draw; texts are those of one rank."""
     option = {"rollout__staleness": 1, "train__steps": 2}
     run(start, tmp_path / "alone", **STILL, **option)
-    option["spec__cost_table"] = costs_of_tokens(tmp_path / "costs.json")
-    run(start, tmp_path / "two", ranks=2, **OPTIONS, **option)
+    monkeypatch.setenv("RIDGE", "1")
+    run(start, tmp_path / "two", ranks=2, module="given_costs", **OPTIONS, **option)
     ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
     assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
 
 
 def sizes_table(path):
-    """A table in which two ranks together are four times as fast as one, whatever the batch."""
+    """Durations in which two ranks together are four times as fast as one, whatever the batch."""
     rounds = [
-        RoundCost(tp, batch, batch * length, config, 8.0 / tp**2 * (1 + 0.1 * config.num_steps))
-        for tp in (1, 2) for batch in (1, 4, 16) for length in (16, 256) for config in (OFF, SpecConfig(3))
+        [tp, batch, batch * length, drafts, 8.0 / tp**2 * (1 + 0.1 * drafts)]
+        for tp in (1, 2) for batch in (1, 4, 16) for length in (16, 256) for drafts in (0, 3)
     ]  # fmt: skip
-    here = Provenance(model="m", hardware="h", dtype="float32", engine="e", engine_version="", date="2026-01-01")
-    CostTable(here, rounds).save(path)
+    path.write_text(json.dumps({"rounds": rounds}))
     return str(path)
 
 

@@ -9,6 +9,7 @@ import embedded_oracle as oracle
 import numpy as np
 import pytest
 import torch
+from certain_costs import certain
 
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.move import Arrivals, TransferEndpoint
@@ -20,8 +21,7 @@ PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2
 LONG = Sampling(max_new_tokens=40, ignore_eos=True)
 BY_BATCH = SpecSchedule((1, 3, 6), (0,), ((SpecConfig(3),), (SpecConfig(2),), (SpecConfig(1),)))
 # At these costs some drafts are worth it. Whether three or five are made changes from round to round.
-RAGGED = {"candidates": [[3, 1, 4], [5, 1, 6]], "roofline": Roofline.of_layers(12, 8.0).to_json(), "ragged": True}
-RAGGED |= {"learn": False}
+RAGGED = certain(Roofline.of_layers(12, 8.0), [SpecConfig(3), SpecConfig(5)]) | {"ragged": True}
 
 
 @pytest.fixture(scope="module")

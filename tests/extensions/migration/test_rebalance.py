@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from roofline_tables import of_hardware
 
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
-from megatron_rlspec.speculation.cost_table import Provenance
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Load, RoundStats, RunningSample, SpecConfig
 
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(3))
 L40S = of_hardware(0.864, 362.0, parameters=8e9, host_ms=1.0)
 STEEP = Roofline(1.0, 0.3, 1e-4, 0.1, host_ms=0.1)  # batch matters from the third sample on; the threshold is about 8
-HERE = Provenance(model="m", hardware="A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
 
 
 def planner(cost=STEEP) -> Rebalancer:

@@ -5,30 +5,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rlspec.extensions.migration.plans import round_costs
+from megatron_rlspec.extensions.migration.plans.round_costs import RoundCostError, RoundCosts
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner, deal
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError, PrefillCost, Provenance, RoundCost
 from megatron_rlspec.types import OFF, Load, RunningSample, SpecConfig
 
-HERE = Provenance(model="m", hardware="8 x A40", dtype="bfloat16", engine="e", engine_version="", date="2026-01-01")
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
 # TP 4 is made up: it is the fastest for some tens of samples.
 ANCHORS = {2: {1: 15.37, 32: 24.41}, 4: {1: 11.0, 64: 20.0}, 8: {1: 9.64, 128: 30.87}}
 PAT = SwitchCosts(change_ms=3160, token_bytes=131072, gigabytes_per_second=5.25)
 
 
-def table(prefill=True, sizes=(2, 8), per_token=0.0) -> CostTable:
-    rounds = []
+def measured(prefill=True, sizes=(2, 8), per_token=0.0) -> dict[int, RoundCosts]:
+    fills = [(n, n * 0.17) for n in (1024, 65536)] if prefill else []
+    found = {}
     for tp in sizes:
         line = ANCHORS[tp]
+        rounds = []
         for batch in (1, 2, 4, 8, 16, 32, 64, 128):
             ms = float(np.interp(batch, list(line), list(line.values())))
-            rounds += [RoundCost(tp, batch, batch * n, OFF, ms + batch * n * per_token) for n in (512, 16384)]
-    fills = [PrefillCost(tp, 1, n, n * 0.17) for tp in sizes for n in (1024, 65536)] if prefill else []
-    return CostTable(HERE, rounds, fills)
+            rounds += [(batch, batch * n, 0, ms + batch * n * per_token) for n in (512, 16384)]
+        found[tp] = RoundCosts(rounds, fills)
+    return found
 
 
-def planner(**options) -> TPPlanner:
-    return TPPlanner(options.pop("table", table()), [OFF], [0.0], options.pop("costs", PAT), 8, **options)
+def planner(costs=PAT, **options) -> TPPlanner:
+    return TPPlanner(measured(**options), [OFF], [0.0], costs, 8)
 
 
 def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
@@ -55,13 +57,13 @@ def test_few_samples_get_a_larger_size_and_many_do_not():
 
 
 def test_the_best_of_several_sizes_is_chosen():
-    plan = planner(table=table(sizes=(2, 4, 8)))
+    plan = planner(sizes=(2, 4, 8))
     assert plan.decide(loads([4000], [], [], []), 2, 16384).tp == 8
     assert plan.decide(loads(*[[4000] * 10] * 4), 2, 16384).tp == 4
 
 
 def test_contexts_grow_until_the_end():
-    change = planner(table=table(per_token=1e-3)).decide(loads([4000], [], [], []), 2, 16384)
+    change = planner(per_token=1e-3).decide(loads([4000], [], [], []), 2, 16384)
     assert change.stay_ms == pytest.approx(12384 * (15.37 + (4100 + 16484) / 2 * 1e-3), rel=0.02)
 
 
@@ -87,19 +89,19 @@ def test_the_cheaper_way_brings_the_samples_over():
     change = planner().decide(situation, 2, 30000)
     assert change.how == "kv" and change.cost_ms == pytest.approx(3160 + 6100 * 131072 / 2 / 5.25e6)
     slow = SwitchCosts(3160, 131072, 0.01)
-    change = planner(costs=slow).decide(situation, 2, 30000)
+    change = planner(slow).decide(situation, 2, 30000)
     assert change.how == "recompute" and change.cost_ms == pytest.approx(3160 + 4 * 6100 * 0.17, rel=0.01)
     unequal = [held for load in loads([1000], [7000]) for held in load.running]
-    ms, how = planner(costs=SwitchCosts(0)).cost([unequal], [unequal, unequal[:1]], 8, 2)
+    ms, how = planner(SwitchCosts(0)).cost([unequal], [unequal, unequal[:1]], 8, 2)
     assert how == "recompute" and ms == pytest.approx(2 * ((1100**2 + 7100**2) / 2) ** 0.5 * 0.17, rel=0.01)
-    never = planner(table=table(prefill=False), costs=SwitchCosts(0)).decide(situation, 2, 30000)
+    never = planner(SwitchCosts(0), prefill=False).decide(situation, 2, 30000)
     assert never is None
 
 
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4), st.floats(0, 1e5))
 def test_a_change_is_not_followed_by_its_reverse(groups, weights_ms):
-    plan = planner(costs=SwitchCosts(weights_ms, 131072, 5.25))
+    plan = planner(SwitchCosts(weights_ms, 131072, 5.25))
     situation = loads(*groups)
     change = plan.decide(situation, 2, 16384)
     if change is not None:
@@ -121,8 +123,39 @@ def test_samples_are_dealt_evenly(contexts, engines):
     assert [[held.context for held in group] for group in groups] == [[100, 5], [90, 10]]
 
 
-def test_a_table_without_what_is_asked_is_refused():
-    with pytest.raises(CostTableError, match=r"tp=\[2\]: expected at least two sizes that divide 8 ranks"):
-        planner(table=table(sizes=(2,)))
-    with pytest.raises(CostTableError, match="cost table holds none of k3 at tp=2"):
-        TPPlanner(table(), [SpecConfig(3)], [0.5], PAT, 8)
+def test_what_was_not_measured_is_refused():
+    with pytest.raises(RoundCostError, match=r"tp=\[2\]: expected at least two sizes that divide 8 ranks"):
+        planner(sizes=(2,))
+    with pytest.raises(RoundCostError, match="no round of k3 was measured at tp=2"):
+        TPPlanner(measured(), [SpecConfig(3)], [0.5], PAT, 8)
+
+
+def test_durations_are_linear_between_the_measured_ones_and_beyond():
+    rounds = [(n, n * length, k, 1 + n * length * 1e-3 + k) for n in (2, 8) for length in (100, 300) for k in (0, 3)]
+    costs = RoundCosts(rounds)
+    batch, length = np.array([1.0, 2, 4, 8, 16]), np.array([100.0, 200, 200, 300, 400])
+    plain, drafting = costs.grid(costs.configs(), batch, batch * length)
+    assert plain.tolist() == pytest.approx([1.2, 1.4, 1.8, 3.4, 7.4]) and costs.configs() == (OFF, SpecConfig(3))
+    assert (drafting - plain).tolist() == pytest.approx([3.0] * 5)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("[]", "no `rounds`; expected a file of benchmarks/round_costs.py"),
+        (
+            '{"rounds": [[1, 4, 400, 0, 2.5], [1, 4, 400, 0, 0]]}',
+            r"rounds\[1\] is \[1, 4, 400, 0, 0\]; expected \[tp, ",
+        ),
+        ('{"rounds": [[1, 4, 400, true, 2.5]]}', r"rounds\[0\] is "),
+        ('{"rounds": [[1, 4, 400, 0, NaN]]}', "NaN"),
+        ('{"rounds": [[1, 4, 400, 0, 2.5]]}', "no round at tensor-parallel size 2; it holds 1"),
+        ('{"rounds": [], "prefill": 3}', r"prefill: expected a list of \[tp, tokens, ms\]"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path, data, message):
+    path = tmp_path / "sizes.json"
+    path.write_text(data)
+    with pytest.raises(RoundCostError, match=message) as refused:
+        round_costs.read(path, [1, 2])
+    assert "\n" not in str(refused.value) and str(path) in str(refused.value)

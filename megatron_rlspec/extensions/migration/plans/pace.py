@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
-from megatron_rlspec.speculation.round_times import Cost
 from megatron_rlspec.types import SpecConfig
 
 MOST_BATCH = 512  # beyond it `turning_point` does not look
 NEGLIGIBLE = 0.1  # of the first sample's throughput: what one more sample adds at the turning point
 
 
+class Cost(Protocol):
+    """Durations of rounds: a `Roofline`, or the `RoundCosts` of a tensor-parallel size."""
+
+    def grid(
+        self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray
+    ) -> np.ndarray: ...
+
+
 class Pace:
     """Time per token, always under the candidate that is the fastest there (ReSpec, section 5.2).
 
-    The unit of time is that of `cost`: ms of a table, passes of a roofline.
+    The unit of time is that of `cost`: passes of a roofline, or ms that were measured.
 
     candidates  configurations that the engine chooses from
     rates       acceptance by depth, as in `expected_tokens`

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rlspec.extensions.migration.plans.pace import Pace
 from megatron_rlspec.extensions.migration.plans.record import Move
 from megatron_rlspec.speculation.acceptance import Acceptance, accept_length
-from megatron_rlspec.speculation.round_times import Cost
+from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import Load, Request, RoundStats, RunningSample, SpecConfig
 
 
@@ -23,11 +23,11 @@ class Rebalancer:
     are sorted by their samples, and the largest is paired with the smallest. Of such a pair min(surplus, deficit)
     samples move, short contexts and then low acceptance first. An engine takes part in one move of a plan.
 
-    cost        a `Roofline`, or a `CostTable` of the engines' tensor-parallel size
+    cost        of the model's rounds
     candidates  the configurations that engines choose from
     """
 
-    def __init__(self, cost: Cost, candidates: Sequence[SpecConfig]) -> None:
+    def __init__(self, cost: Roofline, candidates: Sequence[SpecConfig]) -> None:
         self.cost = cost
         self.candidates = tuple(candidates)
         depth = max(config.num_steps for config in candidates)

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.pace import Pace
 from megatron_rlspec.extensions.migration.plans.record import How
-from megatron_rlspec.speculation.cost_table import CostTable, CostTableError
+from megatron_rlspec.extensions.migration.plans.round_costs import RoundCostError, RoundCosts
 from megatron_rlspec.types import Load, RunningSample, SpecConfig
 
 WIRE = 1.0  # GB/s that a rank is taken to send
@@ -61,7 +61,7 @@ class Change:
 class TPPlanner:
     """Decides on the tensor-parallel size of a fixed number of ranks.
 
-    table       rounds at every size in question, and prefills for recomputation
+    measured    rounds at each size in question, and prefills for recomputation
     candidates  speculative configurations; the fastest one counts in every situation
     rates       acceptance by depth, as in `expected_tokens`
     ranks       that the engines have together; a size t makes ranks / t engines
@@ -71,34 +71,34 @@ class TPPlanner:
 
     All samples are taken to run to the cap, as in PAT's algorithm 1.
 
-    Raises CostTableError for a table without two sizes that divide the ranks.
+    Raises RoundCostError without two sizes that divide the ranks.
     """
 
     def __init__(
         self,
-        table: CostTable,
+        measured: Mapping[int, RoundCosts],
         candidates: Sequence[SpecConfig],
         rates: Sequence[float],
         costs: SwitchCosts,
         ranks: int,
     ) -> None:
-        self.sizes = tuple(tp for tp in table.tps if ranks % tp == 0)
+        self.sizes = tuple(tp for tp in sorted(measured) if ranks % tp == 0)
         if len(self.sizes) < 2:
-            raise CostTableError(
-                f"cost table holds tp={list(table.tps)}: expected at least two sizes that divide {ranks} ranks; "
-                "measure them with `rlspec profile --tp 1,2`"
+            raise RoundCostError(
+                f"rounds were measured at tp={sorted(measured)}: expected at least two sizes that divide {ranks} "
+                "ranks; measure them with `python benchmarks/round_costs.py --tp 1,2`"
             )
         self.costs = costs
         self.ranks = ranks
-        self.tables = {tp: table.at(tp) for tp in self.sizes}
+        self.measured = measured
         self.paces: dict[int, Pace] = {}
-        for tp, of_size in self.tables.items():
-            measured = of_size.configs()
-            usable = [config for config in candidates if config in measured]
+        for tp in self.sizes:
+            known = measured[tp].configs()
+            usable = [config for config in candidates if config in known]
             if not usable:
                 wanted = ", ".join(map(str, candidates))
-                raise CostTableError(f"cost table holds none of {wanted} at tp={tp}")
-            self.paces[tp] = Pace(of_size, usable, rates)
+                raise RoundCostError(f"no round of {wanted} was measured at tp={tp}")
+            self.paces[tp] = Pace(measured[tp], usable, rates)
 
     def decide(self, loads: Sequence[Load], tp: int, cap: int) -> Change | None:
         """Return the change that lets the last sample end earliest, if it pays; None to go on as now.
@@ -174,10 +174,7 @@ class TPPlanner:
             return 0.0
         squares = [sample.context**2 for sample in group]
         length = math.sqrt(np.mean(squares))
-        try:
-            return self.tables[tp].prefill_ms(len(group) * length, len(group))
-        except CostTableError:
-            return math.inf  # not measured: caches must travel
+        return self.measured[tp].prefill_ms(len(group) * length)
 
 
 def _ids(samples: Sequence[RunningSample]) -> tuple[str, ...]:

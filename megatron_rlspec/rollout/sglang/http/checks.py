@@ -61,7 +61,6 @@ def _check_effects(options: argparse.Namespace) -> None:
     defaults: dict[str, object] = {
         "num_steps": spec.num_steps,
         "candidate_steps": ",".join(map(str, spec.candidate_steps)),
-        "cost_table": "",
         "drafts": spec.drafts,
         "draft_vocabulary": 0,
         "draft_model": "",

@@ -56,7 +56,6 @@ from megatron_rlspec.rollout.sglang.settings import (
     known_key,
 )
 from megatron_rlspec.speculation import graphs
-from megatron_rlspec.speculation.cost_table import UNVERIFIED, CostTable, CostTableError
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -99,8 +98,8 @@ def parser() -> Parser:
         prog="rlspec serve",
         description=__doc__.split("\n")[0].partition(": ")[2],
         epilog="Any other option is SGLang's own, for example --tp 2 or --log-level info.",
-        example="rlspec serve --model DIR --port 30000 --cost-table cost.json",
-        first=("--port", "--host", "--spec", "--cost-table", "--draft-model"),
+        example="rlspec serve --model DIR --port 30000",
+        first=("--port", "--host", "--spec", "--num-steps", "--draft-model"),
     )
     spec = SpecSection()  # has the defaults of these options
     p.add_argument(
@@ -140,9 +139,6 @@ def parser() -> Parser:
         "--candidate-steps",
         default=",".join(map(str, spec.candidate_steps)),
         help="step counts for --spec adaptive",
-    )
-    p.add_argument(
-        "--cost-table", default="", help="JSON written by `rlspec profile`: adaptive decides by it"
     )
     p.add_argument(
         "--verifier",
@@ -225,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError(f"{flag}: {why}; remove it, or serve with --spec off")
     if options.dtype == "auto":
         options.dtype = _dtype(options.model)
-    arguments, settings, slots = arguments_for(options, device, tensor_parallel(rest))
+    arguments, settings, slots = arguments_for(options, device)
     if printed:
         settings = dataclasses.replace(settings, sharpness=_sharpness(options))
         print(_printed(options, [*arguments, *rest], settings, slots))
@@ -302,18 +298,15 @@ def _scratch() -> Path:
 
 
 def arguments_for(
-    options: argparse.Namespace, device: str, tp: str = "1"
+    options: argparse.Namespace, device: str
 ) -> tuple[list[str], Settings, dict[str, Any]]:
     """Return SGLang's command line, the plugin's settings, and the step counts to switch between, by batch size.
-
-    tp  tensor-parallel size, as the command line has it
 
     Raises ConfigError for options that exclude each other. Writes nothing.
     """
     arguments = _engine_arguments(options, device)
     if options.spec == "off":
         return arguments, Settings(options.verifier), {}
-    table = _cost_table(options, tp)
     candidates = _candidates(options)
     # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
     drafting = [steps for steps in candidates if steps]
@@ -323,8 +316,6 @@ def arguments_for(
         start = max(drafting)
         schedule = SpecSchedule.fixed(SpecConfig(options.num_steps))
         spec_rule = {"schedule": schedule.to_json()}
-    elif table is not None:
-        spec_rule = {"table": str(Path(options.cost_table).resolve())}
     arguments += _drafter_arguments(options, start)
     settings = Settings(
         options.verifier,
@@ -333,7 +324,7 @@ def arguments_for(
         drafts=options.drafts,
         ragged=options.ragged,
     )
-    return arguments, settings, _slots(options, candidates, table)
+    return arguments, settings, _slots(options, candidates)
 
 
 def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
@@ -378,20 +369,6 @@ def _drafter_arguments(options: argparse.Namespace, start: int) -> list[str]:
     return arguments
 
 
-def _cost_table(options: argparse.Namespace, tp: str) -> CostTable | None:
-    if not options.cost_table:
-        return None
-    if options.spec == "fixed":
-        raise ConfigError("--cost-table is for --spec adaptive")
-    try:
-        table = CostTable.load(options.cost_table).of_engine(int(tp) if tp.isdigit() else 1)
-    except CostTableError as error:
-        raise ConfigError(f"--cost-table {error}") from None
-    if options.ragged and not table.unverified:
-        raise ConfigError(f"--cost-table {options.cost_table}: --ragged needs a table {UNVERIFIED}")
-    return table
-
-
 def _candidates(options: argparse.Namespace) -> list[int]:
     """Return the step counts that the engine may switch between; one of them drafts."""
     steps = {options.num_steps}
@@ -409,19 +386,14 @@ def _candidates(options: argparse.Namespace) -> list[int]:
     return sorted(steps)
 
 
-def _slots(
-    options: argparse.Namespace, steps: Sequence[int], table: CostTable | None
-) -> dict[str, Any]:
+def _slots(options: argparse.Namespace, steps: Sequence[int]) -> dict[str, Any]:
     """Return the step counts from each batch size on: 0, and what the rule can choose.
 
     Step 0 is there for `hold`, even where no rule may choose it.
     """
     most_batch = options.max_running_requests
     layers = _hf_config(options.model).get("num_hidden_layers", 1)
-    try:
-        most = graphs.needed(chains(steps), most_batch, layers, table, options.max_total_tokens)
-    except CostTableError as error:
-        raise ConfigError(f"--cost-table {options.cost_table}: {error}") from None
+    most = graphs.needed(chains(steps), most_batch, layers)
     if options.ragged:  # many drafts can pay at any batch if few of them are verified
         most = dict.fromkeys(most, most_batch)
     if options.spec == "fixed":

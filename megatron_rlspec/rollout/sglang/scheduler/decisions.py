@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_rlspec.rollout.sglang.settings import Settings
-from megatron_rlspec.speculation.cost_table import CostTable
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
@@ -140,9 +139,8 @@ class Decider:
     def replace(self, data: Mapping[str, Any]) -> None:
         """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
 
-        Of a table of several tensor-parallel sizes this engine's counts, if `data` names no `tp`.
         `sharpness` in `data` is that of coupled drafts from now on. `{"stock": true}` lets SGLang's own adaptive rule
-        decide, for comparisons. Raises ValueError, CostTableError.
+        decide, for comparisons. Raises ValueError.
         """
         data = dict(data)
         sharpness = data.pop("sharpness", None)
@@ -151,14 +149,7 @@ class Decider:
             return
         # `OFF` emits the same tokens as step 0 for less.
         candidates = [c for c in self.candidates if c != SpecConfig(0)] or self.candidates
-        tells_drafting = "roofline" in data
-        if (table := data.get("table")) is not None:
-            load = CostTable.load if isinstance(table, str) else CostTable.from_json
-            costs = load(table)
-            tells_drafting = bool(costs.unverified)
-            if data.get("tp") is None:
-                data["tp"] = costs.of_engine(max(self.ranks, 1)).tps[0]
-        data["ragged"] = tells_drafting and not self.even and data.get("ragged", True)
+        data["ragged"] = "roofline" in data and not self.even and data.get("ragged", True)
         offered = [list(c.numbers) for c in candidates]
         rule = SpecRule.from_json({"candidates": offered, **data})
         self._check(rule.candidates)
