@@ -42,7 +42,7 @@ class RoundCosts:
         for requests, context, drafts, ms in rounds:
             of_requests = self._ms.setdefault(int(drafts), {})
             of_requests.setdefault(requests, {})[context / requests] = ms
-        self._prefill = dict(prefill)
+        self._prefill = {row[0]: row[1] for row in prefill}
 
     def configs(self) -> tuple[SpecConfig, ...]:
         """Return the configurations measured, OFF first."""
