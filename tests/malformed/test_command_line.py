@@ -48,7 +48,7 @@ REWARDS = [
 DURATIONS = [
     Case(
         "durations of rounds missing",
-        TRAIN + "--rollout.engine embedded --tail.tp 1,2 --tail.cost_table no.json",
+        TRAIN + "--ranks 2 --rollout.engine embedded --tail.tp 1,2 --tail.cost_table no.json",
         ("no.json: No such file",),
         run_with(),
     )
