@@ -249,6 +249,7 @@ def of_schedule(**changes: object) -> dict[str, object]:
 BUCKET = "weights/bucket?session=SESSION"
 RULE = "control/set_spec_rule"
 SCHEDULE = "control/set_schedule"
+NEGATIVE = {"weights_ms": -1, "token_ms": 1, "context_ms": 0, "drafter": 0}
 JOIN = {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"}
 MALFORMED = [
     ("generate", b"\xff\xfe{}", "the body is not JSON"),
@@ -257,7 +258,7 @@ MALFORMED = [
     ("control/hold", {}, "reason is missing"),
     (SCHEDULE, of_schedule(configs=[[[4, 1, 5]]]), "cannot run k4; it was launched with"),
     (RULE, {"spec_rule": {}}, "expected exactly one of roofline, schedule"),
-    (RULE, {"spec_rule": {"roofline": {"weights_ms": -1}}}, "weights_ms"),
+    (RULE, {"spec_rule": {"roofline": NEGATIVE}}, "weights_ms=-1: expected a number from 0"),
     (BUCKET, save({"model.norm.weigth": torch.ones(64)}), "did you mean model.norm.weight?"),
     (BUCKET, save({NORM: torch.ones(8, 8)}), "is [8, 8], but the engine's is [64]"),
     ("weights/join?session=SESSION", JOIN, "cannot connect to the trainer at 127.0.0.1:9: Connection refused"),
