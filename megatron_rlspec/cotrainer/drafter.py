@@ -296,7 +296,7 @@ class DrafterBeside(DrafterTraining):
 
     def build(self) -> Drafter:
         config = replace(self.model.config, calculate_per_token_loss=True)
-        block = build_drafter(config, self.hf_config, self.settings, seed=1)  # `load` follows
+        block = build_drafter(config, self.hf_config, seed=1)  # `load` follows
         if self.vocabulary is None:  # as train.model.DecoderConfig has it
             block.config.rotary_percent = self.model.rotary_percent
         return block.to(next(self.model.parameters()).device)

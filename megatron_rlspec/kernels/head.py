@@ -138,8 +138,8 @@ def write_against(
     masses  [C], Σ p over the words of all ranks
     """
     overlap = logits.new_empty(len(logits), dtype=torch.float32)
-    none = [None] * 4
-    _second_pass(logits, width, temperature, lse, teacher, *none, scales, masses, overlap)
+    chunk = logits, width, temperature, lse
+    _second_pass(*chunk, teacher, scales=scales, masses=masses, overlap=overlap)
     return overlap
 
 

@@ -54,10 +54,10 @@ class Student:
                        device, for `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for
                        each of the F factors of `types.SHARPNESS`, in rows whose seed is not negative
 
-    Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`: `tokens`,
-    `loss`, `ce` and `match` (label = argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p,
-    q), which the acceptance of coupled drafts of sharpness 1 does not exceed) and `argmax_prob` (p(argmax q), the
-    acceptance of argmax drafts). With `words` also `covered` (labels among them); `ce` then sums over these rows only.
+    Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`: `tokens`, `loss`, `ce` and `match` (the
+    label is argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p, q), which the acceptance
+    of coupled drafts of sharpness 1 does not exceed) and `argmax_prob` (p(argmax q), the acceptance of argmax drafts).
+    With `words` also `covered` (labels among them); `ce` then sums over these rows only.
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
     """
 

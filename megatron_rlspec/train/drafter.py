@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rlspec.config import ConfigError, DrafterConfig
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.families import record_of
@@ -48,7 +48,6 @@ from megatron_rlspec.train.model import at_positions, taps_of
 class Drafter(MegatronModule):
     """Run D drafter steps from every position at once, all of the same layers, which subclasses have.
 
-    depth                 D
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
     recompute             compute the layers again in the backward pass, as the policy's are
     layers                their number
@@ -57,11 +56,8 @@ class Drafter(MegatronModule):
     layers = 1
     zero_first_embedding = False
 
-    def __init__(
-        self, policy: TransformerConfig, own: TransformerConfig, depth: int, rope: Rope
-    ) -> None:
+    def __init__(self, policy: TransformerConfig, own: TransformerConfig, rope: Rope) -> None:
         super().__init__(config=own)
-        self.depth = depth
         self.rope = rope
         self.recompute = policy.recompute_granularity == "full"
 
@@ -77,16 +73,16 @@ class Drafter(MegatronModule):
 
         hidden        `[T, H]`, the policy's after its final norm; for EAGLE-3 `[T, n · H]`, `Policy.taps`. Detached by
                       the caller
-        tokens        per depth `[T]`: x_{t+d} at t
+        tokens        of depths 1..D, `[T]` each: x_{t+d} at t
         embedding     `[V / tensor, H]`, this rank's rows, without gradient
         position_ids  `[T]`, of t
         """
         state = self._scatter(self.enter(hidden)[:, None])
         chains = [Chain() for _ in range(self.layers)]
         out = []
-        for step in range(self.depth):
+        for step, of_depth in enumerate(tokens):
             positions = position_ids + step
-            embedded = embed(tokens[step], embedding)
+            embedded = embed(of_depth, embedding)
             if self.zero_first_embedding:
                 embedded = embedded.masked_fill((positions == 0)[:, None], 0)
             here = at_positions(packed, positions, self.config, self.rope)
@@ -141,7 +137,6 @@ class MTPDrafter(Drafter):
         self,
         config: TransformerConfig,
         *,
-        depth: int,
         zero_first_embedding: bool,
         rope: Rope,
         seed: int,
@@ -152,7 +147,7 @@ class MTPDrafter(Drafter):
             recompute_granularity=None,
             recompute_method=None,
         )
-        super().__init__(config, own, depth, rope)
+        super().__init__(config, own, rope)
         self.zero_first_embedding = zero_first_embedding
         with runtime.own_random_stream(seed):
             # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
@@ -191,11 +186,10 @@ class Eagle3Drafter(Drafter):
         drafter: Mapping[str, Any],
         *,
         taps: int,
-        depth: int,
         seed: int,
     ) -> None:
         own = _eagle3_config(config, drafter)
-        super().__init__(config, own, depth, Rope.of(drafter))
+        super().__init__(config, own, Rope.of(drafter))
         width = own.hidden_size
         std = drafter.get("initializer_range", 0.02)
         plain: dict[str, Any] = {"bias": False, "dtype": own.params_dtype}
@@ -305,15 +299,14 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
 
 
 def build_drafter(
-    config: TransformerConfig, hf_config: Mapping[str, Any], options: DrafterConfig, seed: int
+    config: TransformerConfig, hf_config: Mapping[str, Any], seed: int
 ) -> MTPDrafter | Eagle3Drafter:
     """Build the drafter of the model that `hf_config` describes, with random weights."""
     if DRAFTER in hf_config:
         taps = len(taps_of(hf_config))
-        return Eagle3Drafter(config, hf_config[DRAFTER], taps=taps, depth=options.depth, seed=seed)
+        return Eagle3Drafter(config, hf_config[DRAFTER], taps=taps, seed=seed)
     return MTPDrafter(
         config,
-        depth=options.depth,
         zero_first_embedding=record_of(hf_config).zero_first_embedding,
         rope=Rope.of(hf_config),
         seed=seed,

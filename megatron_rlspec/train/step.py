@@ -91,7 +91,7 @@ class Trainer:
         self._words: Tensor | None = None  # ids that drafts are chosen from; None: all
         if config.drafter.train and self.last_stage:
             seed = config.train.seed + 1  # a random stream of its own
-            drafter = build_drafter(self.model_config, hf_config, config.drafter, seed)
+            drafter = build_drafter(self.model_config, hf_config, seed)
             self.drafter = drafter.to(self.device)
             self.drafter_step = DrafterStep.of(
                 self.drafter, config.drafter, config.optimizer, self._objective, pace=self.learner
@@ -234,14 +234,9 @@ class Trainer:
         replay = DrafterStep(None, objective)
         if self.drafter is not None and self.drafter_step is not None:
             self.drafter.eval()
-            self.drafter.depth = objective.depth
             replay.words = self.drafter_step.words
             replay.head = self.drafter_step.head
-        try:
-            sums = self.read(batches, partial(self._replayed, replay))
-        finally:
-            if self.drafter is not None:
-                self.drafter.depth = self.config.drafter.depth
+        sums = self.read(batches, partial(self._replayed, replay))
         totals = reduce_sums(walked(sums, tuple(steps)))
         prediction = prediction_of(totals, tuple(steps))
         if prediction is None:

@@ -226,7 +226,6 @@ def replayed(hf_config, tensors, samples, drafts) -> tuple[dict[int, float], flo
     trainer = Trainer(load(None, options), hf_config)
     trainer.load_hf(tensors)
     found = trainer.accept_lengths(pack(samples, depth=5, tokens_per_micro_batch=512), DRAFTS)
-    assert trainer.drafter.depth == 2
     return found, trainer.sharpness
 
 

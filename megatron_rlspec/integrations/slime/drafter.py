@@ -39,12 +39,11 @@ def slime_objective(options: Options, args: Any) -> DrafterObjective:
 class Adopted(MTPDrafter):
     """A drafter around an MTP layer that exists already: chain-exact, with grouped-query attention."""
 
-    def __init__(self, model: GPTModel, depth: int, zero_first_embedding: bool, rope: Rope) -> None:
+    def __init__(self, model: GPTModel, zero_first_embedding: bool, rope: Rope) -> None:
         config = replace(model.config, calculate_per_token_loss=True)
         config.rotary_percent = model.rotary_percent  # as train.model.DecoderConfig has it
         MegatronModule.__init__(self, config=config)
         self.mtp = model.mtp
-        self.depth = depth
         self.zero_first_embedding = zero_first_embedding
         self.rope = rope
         self.recompute = config.recompute_granularity == "full"
@@ -84,13 +83,12 @@ class SlimeMTP(DrafterTraining):
         routing.leave_out(model.mtp)
 
     def build(self) -> Drafter:
-        depth = self.settings.depth
-        if depth > 1:
+        if self.settings.depth > 1:
             attention = transformer_layer(self.model.mtp.layers[0]).self_attention
             attention.core_attention = PackedAttention(
                 attention.config, attention.layer_number, attention.attn_mask_type, "self"
             )
-        return Adopted(self.model, depth, self._zero_first_embedding, _rope(self.model))
+        return Adopted(self.model, self._zero_first_embedding, _rope(self.model))
 
     def on_hidden(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any] | None = None
