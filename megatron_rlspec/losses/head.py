@@ -198,31 +198,21 @@ class VocabParallelHead:
         return best
 
     def pick(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return `x [C, width]` at `ids [C]` or `[C, k]`, and 0 where another rank holds the id. Apply `sum` to it."""
+        """Return `x [C, width]` at `ids [C]`, and 0 where another rank holds the id. Apply `sum` to it."""
         local, mine = self._local(ids)
-        values = x.gather(1, local)
-        values.masked_fill_(~mine, 0)
-        return values.view(ids.shape)
+        values = x.gather(1, local[:, None])[:, 0]
+        return values.masked_fill_(~mine, 0)
 
     def places(self, ids: Tensor) -> Tensor:
         """Return the columns of `ids [C]`, -1 where another rank holds the id."""
         local, mine = self._local(ids)
-        return local.masked_fill_(~mine, -1)[:, 0]
+        return local.masked_fill_(~mine, -1)
 
-    def add_at(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        value: Tensor | float,
-    ) -> Tensor:
-        """Add `value` to `x [C, width]`, in place, at the `ids` that this rank holds."""
+    def add_at(self, x: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+        """Add `values [C]` to `x [C, width]`, in place, at the `ids [C]` that this rank holds."""
         local, mine = self._local(ids)
-        if isinstance(value, Tensor):
-            value = value.to(x.dtype)
-        else:
-            value = x.new_full((), value)
-        value = value.expand(ids.shape).reshape(mine.shape)
-        return x.scatter_add_(1, local, value.masked_fill(~mine, 0))
+        here = values.masked_fill(~mine, 0)
+        return x.scatter_add_(1, local[:, None], here[:, None])
 
     def whole(self, x: Tensor) -> Tensor:
         """Gather the columns of `x [C, width]` of all ranks: `[C, V]`."""
@@ -239,8 +229,7 @@ class VocabParallelHead:
         return x[:, self.start : self.start + self.width]
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        if ids.ndim == 1:
-            ids = ids[:, None]
+        """Return the columns of `ids [C]`, and whether this rank holds the id; elsewhere the column is any."""
         local = ids - self.start
         mine = (local >= 0) & (local < self.width)
         return local.masked_fill_(~mine, 0), mine
@@ -322,7 +311,7 @@ class DraftHead(VocabParallelHead):
     def holds(self, labels: Tensor) -> Tensor:
         """Return for `labels [C]` 1.0 where a label is one of the words of any rank, else 0.0."""
         _, mine = self._local(labels)
-        held = mine[:, 0].to(accumulate_in(self.weight))
+        held = mine.to(accumulate_in(self.weight))
         return self.sum(held)
 
     def ids_of(self, columns: Tensor) -> Tensor:
@@ -342,8 +331,6 @@ class DraftHead(VocabParallelHead):
         return logits
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        if ids.ndim == 1:
-            ids = ids[:, None]
         local = torch.searchsorted(self.ids, ids)
         local.clamp_(max=self.width - 1)
         return local, self.ids[local] == ids

@@ -94,7 +94,8 @@ class PlainRows:
 
     def write_label(self, on_logprob: Tensor) -> None:
         self._scales = -on_logprob
-        self._grad = self._head.add_at(self._logq.exp_(), self._labels, -1)
+        minus_one = torch.full_like(self.lse, -1)
+        self._grad = self._head.add_at(self._logq.exp_(), self._labels, minus_one)
 
     def against(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         assert self._teacher is not None
