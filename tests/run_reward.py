@@ -32,11 +32,3 @@ def fails_on_some(prompt: str, response: str, label: str, metadata: dict) -> flo
 
 def same(prompt: str, response: str, label: str, metadata: dict) -> float:
     return 0.0
-
-
-def wrong(sample) -> float:
-    return 1.0
-
-
-def one_reply(conversation) -> None:
-    conversation.reply()

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,14 +98,3 @@ def median(repeats: int, work: Callable[[], Any]) -> float:
     """Measure the median of `repeats` calls in milliseconds, after one that does not count."""
     work()
     return statistics.median(timed(work) for _ in range(repeats))
-
-
-def free_gib() -> float:
-    """Return the free memory of the first visible GPU, without a CUDA context. NaN without a GPU."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", first]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return float("nan")
-    return float(told.split()[0]) / 1024

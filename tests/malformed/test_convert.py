@@ -1,7 +1,6 @@
 """`rlspec convert`: sources that are damaged or not what they say, and targets that cannot be made."""
 
 import io
-import json
 import os
 import pickle
 import resource
@@ -35,24 +34,13 @@ def megatron_files() -> dict[str, bytes]:
         return {str(f.relative_to(root)): f.read_bytes() for f in root.rglob("*") if f.is_file()}
 
 
-def hf(**changes: bytes | str | None) -> Callable[[Path], None]:
-    """Write the model with some files replaced, or left out (None). `__` in a name stands for a dot."""
+def hf(weights: bytes | None = None) -> Callable[[Path], None]:
+    """Write the model, with other weights if they are given."""
 
     def write(here: Path) -> None:
         write_model(here / "hf")
-        for name, content in changes.items():
-            file = here / "hf" / name.replace("__", ".")
-            file.unlink(missing_ok=True)
-            if content is not None:
-                file.write_bytes(content.encode() if isinstance(content, str) else content)
-
-    return write
-
-
-def config(**changes: object) -> Callable[[Path], None]:
-    def write(here: Path) -> None:
-        data = json.loads(model_files()["config.json"]) | changes
-        hf(config__json=json.dumps({k: v for k, v in data.items() if v is not ...}))(here)
+        if weights:
+            (here / "hf/model.safetensors").write_bytes(weights)
 
     return write
 
@@ -157,9 +145,9 @@ CASES = [
         "weights with a flipped bit",
         TO_MEGATRON,
         ("model.safetensors", "checksum differs", "damaged"),
-        hf(model__safetensors=WEIGHTS[:-3] + bytes([WEIGHTS[-3] ^ 4]) + WEIGHTS[-2:]),
+        hf(WEIGHTS[:-3] + bytes([WEIGHTS[-3] ^ 4]) + WEIGHTS[-2:]),
     ),
-    Case("weights are a pickle", TO_MEGATRON, ("truncated or not safe",), hf(model__safetensors=pickle.dumps(Owned()))),
+    Case("weights are a pickle", TO_MEGATRON, ("truncated or not safe",), hf(pickle.dumps(Owned()))),
     Case(
         "tracker junk",
         TO_HF,

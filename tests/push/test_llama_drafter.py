@@ -4,8 +4,7 @@ import pytest
 import torch
 from test_convert import same
 from test_pushed_families import checkpoint, config_of
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.config import ConfigError
@@ -14,7 +13,6 @@ from megatron_rlspec.models.config import check_config
 from megatron_rlspec.models.families import names_where
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.tasks.data import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +39,6 @@ def test_the_target_computes_what_the_llama_computes(llama):
     assert len(biases) == 3 * 4 and not any(tensors[name].count_nonzero() for name in biases)
     assert not [name for name in name_table(config).rows if name.endswith("bias")]
     check_config(config, "the model")
-
-
-def test_its_tokenizer_splits_texts_as_that_of_the_llama(llama, tmp_path):
-    """Transformers gives a model_type of another family that family's tokenizer, which splits 12 into digits."""
-    config, tensors = read_hf(llama / "llama")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(["12 12 12 345 345"], trainers.BpeTrainer(special_tokens=["</s>"]))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path / "tokenizer")
-    write_hf(tmp_path / "llama", config, tensors, tokenizer_from=tmp_path / "tokenizer")
-    convert(plan(tmp_path / "llama", tmp_path / "with-drafter", add_mtp=True, to="hf"))
-    before, after = (load_tokenizer(tmp_path / name) for name in ("llama", "with-drafter"))
-    assert len(before) == len(after) and before.tokenize("12 345") == after.tokenize("12 345") == ["12", "Ġ345"]
 
 
 def test_it_goes_through_megatron_bit_for_bit(llama, tmp_path):

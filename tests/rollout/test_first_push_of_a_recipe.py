@@ -9,43 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from published import PUBLISHED
 
 from megatron_rlspec.config import load
 from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors
 from megatron_rlspec.train import shards, stages
 
 RECIPE = Path(__file__).parents[2] / "examples/torchrun/glm-4.5-air.toml"
-# config.json of zai-org/GLM-4.5-Air, without what says nothing of sizes.
-GLM = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "torch_dtype": "bfloat16",
-    "attention_bias": True,
-    "first_k_dense_replace": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 10944,
-    "max_position_embeddings": 131072,
-    "moe_intermediate_size": 1408,
-    "n_group": 1,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 96,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 46,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000,
-    "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "use_qk_norm": False,
-    "vocab_size": 151552,
-}
+GLM = PUBLISHED["GLM-4.5-Air"]
 
 
 def trainers_tensors(monkeypatch) -> dict[str, tuple[int, ...]]:

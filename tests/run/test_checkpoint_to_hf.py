@@ -45,16 +45,6 @@ def test_a_killed_run_becomes_a_model_that_transformers_loads(ended, start, tmp_
 
 
 @pytest.mark.slow
-def test_a_drafter_that_was_not_trained_is_that_of_the_model(start, tmp_path):
-    run(start, tmp_path / "run", **OPTIONS, train__steps=1, drafter__train="false")
-    assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out")]) == 0
-    assert same(tmp_path / "out", tmp_path / "run/hf")
-    frozen = [name for name in read_hf(start / "model")[1] if "mtp_layers" in name]
-    written, given = read_hf(tmp_path / "out")[1], read_hf(start / "model")[1]
-    assert frozen and all(torch.equal(written[name], given[name]) for name in frozen)
-
-
-@pytest.mark.slow
 def test_models_of_steps_and_of_the_best_evaluation_are_kept(start, tmp_path):
     options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1}
     options |= {"train__export_every": 1, "train__save_best": "true", "optimizer__lr": 3e-2}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from short_run import finish, run, train
+from short_run import run, train
 
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.checkpoints import Checkpoints
@@ -173,16 +173,6 @@ for now in (10.0, 10.3, 11.5):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 130, done.stderr
     assert done.stdout.splitlines() == ["10.0 interrupted by SIGINT", "10.3 interrupted by SIGINT"]
-
-
-@pytest.mark.slow
-def test_a_step_drawn_ahead_is_drawn_again(start, tmp_path):
-    process = train(start, tmp_path, **OPTIONS, train__steps=STEPS, rollout__staleness=1)
-    processes = reach(process, tmp_path, 3)
-    process.send_signal(signal.SIGTERM)
-    told(process, 143, processes)
-    finish(train(start, tmp_path, **OPTIONS, train__steps=STEPS, rollout__staleness=1, train__resume="true"))
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == list(range(STEPS))
 
 
 # ---- files that cannot be written -----------------------------------------------------------------------------------

@@ -114,17 +114,6 @@ def test_the_other_engine_draws_the_samples_of_a_lost_one(start, undisturbed, tm
     assert "generate broke off" in event["message"], event  # in the middle, not between rollouts
 
 
-@pytest.mark.slow
-def test_a_run_continues_from_where_its_only_engine_died(start, undisturbed, tmp_path):
-    process = train(start, tmp_path, **SGLANG, **NO_RESTARTS)
-    during_rollout(tmp_path, 2, process)
-    engines(process)[0].kill()
-    line = stopped(process)
-    assert line.startswith("rlspec: no engine is left;") and line.endswith("checkpoints/step-000002"), line
-    finish(train(start, tmp_path, train__resume="true", **SGLANG))
-    assert drawn(tmp_path) == drawn(undisturbed)
-
-
 def restarts(run_dir: Path) -> float:
     return sum(record["engine/restarts"] for record in read_records(run_dir / "metrics.jsonl"))
 

@@ -1,7 +1,6 @@
 """The online learner in whole runs: the policy and its texts are the same whatever trains the drafter, and when."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,17 @@ import torch
 from test_parallel_equality import PLAIN, build
 from train_ranks import digest, on_ranks, samples
 
-from megatron_rlspec import loop, wire
+from megatron_rlspec import loop
 from megatron_rlspec.commands import training
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run import state_file
 from megatron_rlspec.train.drafter_updates import reward_weights
 
 # With tis_clip the engines' log-probs weigh the policy's loss. Their last bits depend on how many tokens a round
 # verified, and so on the drafts.
 COMMON = {"rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0, "train__save_every": 0}
 COMMON |= {"train__steps": 3, "spec__num_steps": 3, "drafter__lr": 0.02, "drafter__warmup_steps": 0}
-REPLAYING = {"drafter__overlap": "true", "drafter__replay": "reward", "drafter__replay_tokens": 400}
 LEARNERS = {
     "every": {},
     "none": {"drafter__train": "false"},
@@ -31,12 +28,6 @@ LEARNERS = {
     "overlap": {"drafter__overlap": "true"},
     "overlap-2": {"drafter__overlap": "true", "drafter__replay": "uniform", "drafter__update_every": 2},
 }
-# One run of three steps, and one that stops after the second and continues.
-RESUMED = {
-    "whole": REPLAYING,
-    "resumed": REPLAYING | {"train__steps": 2},
-    "resumed ": REPLAYING | {"train__resume": "true"},
-}
 SAME = [name for name in LEARNERS if name != "every"]
 
 
@@ -44,9 +35,8 @@ def trained(start, folder, variants):
     """Run `rlspec train` once per variant in this process, as one rank of the job."""
     os.chdir(short_run.TESTS)  # where the reward's module is
     for name, options in variants.items():
-        shutil.rmtree(folder / name.strip() / "hf", ignore_errors=True)  # a run to resume has not finished
         common = COMMON if "drafter__train" not in options else {k: v for k, v in COMMON.items() if "drafter" not in k}
-        words = short_run.words(start, folder / name.strip(), "train", common | options)
+        words = short_run.words(start, folder / name, "train", common | options)
         config = training.parse("train", words[1:])
         loop.train(config, extensions=training.extensions(config))
 
@@ -112,19 +102,6 @@ def test_records_say_when_the_drafter_was_updated(runs):
     assert column(runs / "overlap", "drafter/updated") == [0, 1, 1]  # nothing is stored in the first step
     assert column(runs / "overlap", "drafter/seconds_hidden")[1] > 0
     assert column(runs / "overlap-2", "drafter/updated") == [0, 1, 0]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_draws_the_same_updates(runs, start, tmp_path):
-    on_ranks(1, trained, start, tmp_path, RESUMED)
-    assert bits(tmp_path / "whole", drafter=False) == bits(runs / "every", drafter=False)
-    for drafter in (False, True):
-        assert bits(tmp_path / "resumed", drafter=drafter) == bits(tmp_path / "whole", drafter=drafter)
-    kept = []
-    for name in ("whole", "resumed"):
-        kept.append(wire.encode(state_file.read(tmp_path / name / "checkpoints/step-000003.state").drawn.replay))
-    assert len(kept[0]) > 1 and kept[0] == kept[1]
-    assert column(tmp_path / "whole", "drafter/replay_tokens")[2] <= 400
 
 
 def step_and_oracle(loss, temperature):
