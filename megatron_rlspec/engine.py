@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, TypeVar
@@ -25,7 +25,6 @@ from megatron_rlspec.types import (
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
 Answer = TypeVar("Answer")
 
@@ -97,7 +96,7 @@ class RolloutEngine(Protocol):
 
     @property
     def bucket_memory(self) -> Any:
-        """Return the `push.bucket.Memory` of the buckets that `update_weights` takes; None: it takes tensors."""
+        """Return the `push.bucket.Memory` of the buckets that `send` takes; None: the bucket has tensors."""
 
     def generate(
         self,
@@ -115,12 +114,19 @@ class RolloutEngine(Protocol):
         Raises ValueError if two requests have one id.
         """
 
-    def update_weights(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], scope: Scope = "all"
-    ) -> None:
-        """Replace weights by full, unsharded tensors under Hugging Face checkpoint names, as one versioned session.
+    def begin_update(self, version: int, scope: Scope = "all") -> None:
+        """Open an update of weights. Until its end no request is decoded."""
 
-        After an error the engine serves nothing until a later update succeeds.
+    def send(self, bucket: Any, *others: Any) -> None:
+        """Load a `push.bucket.Bucket` of full, unsharded tensors under Hugging Face checkpoint names.
+
+        In joint memory this one call also serves `others`, all other engines of the update. Else there are none.
+        """
+
+    def end_update(self, error: str = "") -> None:
+        """End an update. After an error the engine serves nothing until a later update succeeds.
+
+        error  why it ends unfinished, or did not begin; "" if all buckets were sent
         """
 
     def set_schedule(self, schedule: SpecSchedule) -> None:

@@ -28,7 +28,7 @@ def noted(kind, name):
 
 if __name__ == "__main__":
     loading.place = lambda config, hf_config, tensors: GpuLayout(os.environ.get("MODE", "colocated"))
-    for name in ("generate", "sleep", "wake", "update_weights", "fingerprints"):
+    for name in ("generate", "sleep", "wake", "begin_update", "fingerprints"):
         noted(SGLangEngine, name)
     for name in ("load_hf", "train_step"):
         noted(Trainer, name)

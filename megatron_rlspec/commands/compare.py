@@ -32,6 +32,7 @@ from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.tasks import data
@@ -137,7 +138,7 @@ def measure(
     for number, (name, tensors) in enumerate(drafters.items(), start=version):
         files.tell(f"measuring the drafter {name}", sys.stderr)
         drafter = {key: tensors[key] for key in tensors if is_drafter(key)}
-        engine.update_weights(number, weights_of(drafter), "drafter")
+        update_weights(engine, number, weights_of(drafter), "drafter")
         for k in steps:
             engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
             samples = draw(engine, prompts, sampling, f"d{number:04d}-k{k:02d}")

@@ -1,4 +1,4 @@
-"""Buckets: tensors that travel together, laid out once in one piece of memory for all engines that read them.
+"""Buckets: tensors that travel together, laid out once in one piece of memory for all engines that take them.
 
 The tensors' bytes follow one another. In memory for requests a safetensors header comes first
 (https://huggingface.co/docs/safetensors: 8 bytes of its length, then JSON), so that a bucket is a request's body.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Named = tuple[str, Tensor]
-Act = Callable[[list[Any]], None]
 
 _ATTENTION = ".self_attn."
 _ALIGNED = 8  # bytes; the widest number
@@ -82,46 +80,37 @@ def unpacked(
 
 
 class Memory:
-    """Pieces of memory for buckets, two at most: one is filled while the other one travels.
+    """Two pieces of memory for buckets, used in turn: one is filled while the other one travels.
 
     Between pushes CPU memory is kept, pinned if there is a GPU, and GPU memory is returned.
+
+    headed  buckets begin with a safetensors header
+    joint   all engines with this memory take a bucket in one call of `send`
     """
 
     def __init__(
-        self, device: str | torch.device = "cpu", pieces: int = 2, headed: bool = False
+        self, device: str | torch.device = "cpu", headed: bool = False, joint: bool = False
     ) -> None:
-        """`headed`: buckets begin with a safetensors header."""
         self.device = torch.device(device)
         self.headed = headed
-        self._left = pieces
-        self._free: list[Tensor] = []
-        self._changed = threading.Condition()
+        self.joint = joint
+        self._pieces: list[Tensor] = []  # the one that was used last is the last one
 
-    def take(self, needed: int) -> Tensor:
-        """Return a piece of at least `needed` bytes, uint8. Waits until one is free."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free or self._left)
-            fitting = [piece for piece in self._free if piece.numel() >= needed]
-            if fitting:
-                self._free = [piece for piece in self._free if piece is not fitting[0]]
-                return fitting[0]
-            if self._left:
-                self._left -= 1
-            else:
-                self._free.pop()
-        return self._make(needed)
-
-    def give(self, piece: Tensor) -> None:
-        """Take back a piece."""
-        with self._changed:
-            self._free.append(piece)
-            self._changed.notify_all()
+    def turn(self, needed: int) -> Tensor:
+        """Return the piece that was not used last, of at least `needed` bytes, uint8. Its bucket must have arrived."""
+        piece: Tensor | None = None
+        if len(self._pieces) == 2:
+            piece = self._pieces.pop(0)
+        if piece is None or piece.numel() < needed:
+            piece = None  # frees it before a larger one is made
+            piece = self._make(needed)
+        self._pieces.append(piece)
+        return piece
 
     def close(self) -> None:
-        """End a push, after every piece came back."""
+        """End a push."""
         if self.device.type != "cpu":
-            self._left += len(self._free)
-            self._free.clear()
+            self._pieces.clear()
 
     def _make(self, needed: int) -> Tensor:
         pinned = self.device.type == "cpu" and torch.cuda.is_available()
@@ -129,39 +118,30 @@ class Memory:
 
 
 class Bucket:
-    """Tensors under their checkpoint's names, widest numbers first, for a number of readers.
+    """Tensors under their checkpoint's names, widest numbers first.
 
-    `pack` lays them out. When every reader is `done`, the memory goes back.
+    memory  they are copied into a piece of it, and the bucket keeps no tensor. None: it has `tensors` as they are
     """
 
-    def __init__(self, tensors: Sequence[Named], readers: int = 1) -> None:
+    def __init__(self, tensors: Sequence[Named], memory: Memory | None = None) -> None:
         self.tensors = sorted(tensors, key=lambda named: -named[1].element_size())
         self.names = [name for name, _ in self.tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in self.tensors]
         self.shapes = [list(tensor.shape) for _, tensor in self.tensors]
         self.bytes = sum(tensor.nbytes for _, tensor in self.tensors)
-        self.piece: Tensor | None = None
-        self._readers = readers
+        self._piece: Tensor | None = None
         self._begin = 0
-        self._memory: Memory | None = None
         self._copied: Any = None
-        self._came: list[Any] = []
-        self._met = False
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        if memory is not None:
+            self._pack(memory)
 
-    def pack(self, memory: Memory, drop: bool = False) -> None:
-        """Copy the tensors into a piece of `memory`. Returns before a copy from a GPU has ended.
-
-        `drop`: keep no tensor, because all readers take the packed form.
-        """
+    def _pack(self, memory: Memory) -> None:
+        """Copy the tensors into a piece of `memory`. Returns before a copy from a GPU has ended."""
         header = self._header() if memory.headed else b""
         self._begin = len(header)
-        piece = memory.take(self._begin + self.bytes)
-        self._memory = memory
-        self.piece = piece
+        self._piece = memory.turn(self._begin + self.bytes)
         if header:
-            piece[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            self._piece[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         tensors = [tensor.detach() for _, tensor in self.tensors]
         parts = self.data().split([tensor.nbytes for tensor in tensors])
         places = [
@@ -169,11 +149,10 @@ class Bucket:
             for part, tensor in zip(parts, tensors, strict=True)
         ]
         torch._foreach_copy_(places, tensors, non_blocking=True)
-        if any(tensor.is_cuda for _, tensor in self.tensors):
+        if any(tensor.is_cuda for tensor in tensors):
             self._copied = torch.cuda.Event()
             self._copied.record()
-        if drop:
-            self.tensors = []
+        self.tensors = []
 
     @property
     def described(self) -> dict[str, list[Any]]:
@@ -189,10 +168,10 @@ class Bucket:
         return self._packed()[self._begin : self._begin + self.bytes]
 
     def _packed(self) -> Tensor:
-        assert self.piece is not None, "not packed"
+        assert self._piece is not None, "not packed"
         if self._copied is not None:
             self._copied.synchronize()
-        return self.piece
+        return self._piece
 
     def _header(self) -> bytes:
         entries = {}
@@ -205,40 +184,3 @@ class Bucket:
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNED)
         return len(text).to_bytes(_ALIGNED, "little") + text
-
-    def done(self) -> None:
-        """Count one reader as finished, also one that failed."""
-        with self._changed:
-            self._readers -= 1
-            self._changed.notify_all()
-            if self._readers or self.piece is None or self._memory is None:
-                return
-        self._memory.give(self.piece)
-        self.piece = None
-
-    def together(self, item: Any, act: Act) -> None:
-        """Wait until every reader that is not done has come with an item; one of them runs `act` on all items.
-
-        So one broadcast reaches all engines. Every reader raises what `act` raises.
-        """
-        with self._changed:
-            self._came.append(item)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._met or len(self._came) == self._readers)
-            leads = not self._met
-            self._met = True
-        if leads:
-            error: BaseException | None = None
-            try:
-                act(self._came)
-            except BaseException as raised:
-                error = raised
-            with self._changed:
-                self._error = error
-                self._came = []
-                self._changed.notify_all()
-        else:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._came)
-        if self._error is not None:
-            raise self._error

@@ -1,15 +1,17 @@
-"""One push: stream tensors from the trainer to every engine at once, as one versioned session, and compare there.
+"""One push: stream tensors from the trainer to every engine in step, as one versioned update, and compare there.
 
-    source(scope) ──(name, tensor)──► fingerprint, finite? ──► buckets ──► a feed per engine ──► engine.update_weights
-                                            │                                                           │
-                                      what is expected  ◄───────────── compare ──────────────  engine.fingerprints
+    source(scope) ──(name, tensor)──► fingerprint, finite? ──► bucket ──► all engines: begin, send, send, ..., end
+                                            │                                              │
+                                      what is expected  ◄────── compare ─────  engine.fingerprints
 
 `source` is `Trainer.export`: full tensors of policy and drafter under Hugging Face names (`train/shards.py`).
 Fingerprints and finite checks run where the tensors are, and are read once per bucket. A bucket is copied once, into
-one of two pieces of memory, and serves every engine: one piece is filled while the other one travels.
+one of two pieces of memory, and all engines take it at once (`update.py`), by one call where they share a process
+group. Meanwhile the exporter makes the next bucket, which leaves when every engine has the one before.
 
-After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed` and serves nothing until a
-later push succeeds. `contract.py` decides what follows.
+The exporter is a collective call: it is read to its end whatever fails. An engine that fails leaves, and the others go
+on. After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed` and serves nothing until
+a later push succeeds. `contract.py` decides what follows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import get_args
@@ -27,11 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rlspec.engine import EngineError, RolloutEngine
+from megatron_rlspec.engine import EngineError, RolloutEngine, ask_all
 from megatron_rlspec.host.ranks import job
-from megatron_rlspec.push.bucket import Bucket, Memory, Named, bucket_bytes, buckets
-from megatron_rlspec.push.feed import Feed
+from megatron_rlspec.push.bucket import Named, buckets
 from megatron_rlspec.push.fingerprint import Difference, compare, fingerprints
+from megatron_rlspec.push.update import Update
 from megatron_rlspec.types import Scope
 
 Source = Callable[[Scope], Iterable[Named]]
@@ -51,7 +52,6 @@ class EngineReport:
     difference  between the tensors that it holds and the trainer's
     """
 
-    seconds: float
     sent_bytes: int
     error: str = ""
     difference: Difference = Difference()
@@ -96,8 +96,6 @@ class Pusher:
 
     engines     by name: `EnginePool.engines`, which changes with the pool
     frozen      names of tensors that no push sends because they are not trained. Engines may hold them
-
-    The exporter runs ahead of the slowest engine by two buckets.
     """
 
     def __init__(
@@ -129,51 +127,33 @@ class Pusher:
         if not self._proven.issuperset(engines):
             scope = "all"
         self._proven.difference_update(engines)  # until the comparison
-        memories = {name: engine.bucket_memory for name, engine in engines.items()}
-        limit = min((bucket_bytes(memory) for memory in memories.values()), default=1)
-        feeds = {name: Feed(2 * limit, memory) for name, memory in memories.items()}
-        with ThreadPoolExecutor(max(1, len(engines))) as threads:
-            updates = {}
-            for name, engine in engines.items():
-                updates[name] = threads.submit(_update, engine, version, scope, feeds[name])
-            try:
-                sent, total, spent = _stream(source(scope), list(feeds.values()), limit)
-            finally:
-                for feed in feeds.values():
-                    # no effect on a feed that has ended
-                    feed.close(PushError("the exporter stopped early"))
-            errors = {name: update.result() for name, update in updates.items()}
-            _close_memories(memories.values())
-            self.expected = sent if scope == "all" else {**self.expected, **sent}
-            verified = time.perf_counter()
-            checks = {}
-            for name, engine in engines.items():
-                if not errors[name]:
-                    checks[name] = threads.submit(self.compare_with, engine)
-            results = {name: check.result() for name, check in checks.items()}
+        with Update(engines, version, scope) as update:
+            sent, total, spent = _stream(source(scope), update)
+        for error in update.errors.values():
+            if not isinstance(error, EngineError):
+                raise error
+        self.expected = sent if scope == "all" else {**self.expected, **sent}
+        verified = time.perf_counter()
+        differences, silent = ask_all(update.engines, self.compare_with)
         ended = time.perf_counter()
         reports = {}
-        for name, feed in feeds.items():
-            error, difference = results.get(name, (errors[name], Difference()))
-            report = EngineReport(feed.seconds, feed.sent_bytes, error, difference)
-            reports[name] = report
-            if report.ok:
+        for name, size in update.sent_bytes.items():
+            failed = update.errors.get(name) or silent.get(name) or ""
+            reports[name] = EngineReport(size, str(failed), differences.get(name, Difference()))
+            if reports[name].ok:
                 self._proven.add(name)
         seconds = ended - began
         return PushReport(
             version, scope, seconds, total, len(sent), spent, ended - verified, reports
         )
 
-    def compare_with(self, engine: RolloutEngine) -> tuple[str, Difference]:
-        """Return the error, or "", and the difference between what an engine was sent and what it holds."""
-        try:
-            fingerprints = engine.fingerprints()
-        except EngineError as error:
-            return str(error), Difference()
+    def compare_with(self, engine: RolloutEngine) -> Difference:
+        """Return the difference between what an engine was sent and what it holds. Raises EngineError."""
+        fingerprints = engine.fingerprints()
         # An engine may hold frozen tensors that no push sends.
         for name in self.frozen - self.expected.keys():
             fingerprints.pop(name, None)
-        return "", compare(self.expected, fingerprints)
+        return compare(self.expected, fingerprints)
 
     def forget(self, name: str) -> None:
         """Forget what this engine holds: the next push sends it all tensors."""
@@ -221,50 +201,29 @@ def exporting(
     yield None
 
 
-def in_buckets(tensors: Iterable[Named], memory: Memory) -> Iterator[Bucket]:
-    """Yield the buckets of a feed, or of any tensors, packed into `memory`."""
-    if isinstance(tensors, Feed):
-        yield from tensors.buckets()
-        return
-    for lot in buckets(tensors, bucket_bytes(memory)):
-        bucket = Bucket(lot)
-        bucket.pack(memory)
-        try:
-            yield bucket
-        finally:
-            bucket.done()
-
-
-def _stream(
-    tensors: Iterable[Named], feeds: Sequence[Feed], limit: int
-) -> tuple[dict[str, int], int, float]:
+def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], int, float]:
     """Read the exporter to its end, even if engines fail, since the other ranks take part in it.
 
-    Returns fingerprints by name, bytes, and seconds of fingerprinting.
+    Returns fingerprints by name, bytes, and seconds of fingerprinting. Raises PushError.
     """
     marks: dict[str, int] = {}
     total = 0
     spent = 0.0
     refused = ""
-    for bucket in buckets(tensors, limit):
+    for lot in buckets(tensors, update.limit):
         began = time.perf_counter()
-        found, problem = _fingerprinted(bucket)
+        found, problem = _fingerprinted(lot)
         refused = refused or problem
-        for name, tensor in bucket:
+        for name, tensor in lot:
             if name in marks:
                 refused = refused or f"the exporter gave {name} twice"
             marks[name] = found[name]
             total += tensor.nbytes
         spent += time.perf_counter() - began
         if not refused:
-            _distribute(bucket, feeds)
-            continue
-        for feed in feeds:
-            feed.close(PushError(refused))
+            update.send(lot)
     if not marks:
         refused = "the exporter gave no tensor"
-    for feed in feeds:
-        feed.close(PushError(refused) if refused else None)
     if refused:
         raise PushError(refused)
     return marks, total, spent
@@ -281,42 +240,6 @@ def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:
         if not finite and not problem:
             problem = f"{name} holds NaN or infinity"
     return marks, problem
-
-
-def _close_memories(memories: Iterable[Memory | None]) -> None:
-    """End the push in every memory, each once."""
-    distinct = {id(memory): memory for memory in memories if memory is not None}
-    for memory in distinct.values():
-        memory.close()
-
-
-def _distribute(tensors: Sequence[Named], feeds: Sequence[Feed]) -> None:
-    """Make one bucket for all feeds with the same memory."""
-    by_memory: dict[int, list[Feed]] = {}
-    for feed in feeds:
-        if feed.open:
-            by_memory.setdefault(id(feed.memory), []).append(feed)
-    for readers in by_memory.values():
-        bucket = Bucket(tensors, len(readers))
-        memory = readers[0].memory
-        if memory is not None:
-            bucket.pack(memory, drop=True)
-        for feed in readers:
-            feed.put(bucket)
-
-
-def _update(engine: RolloutEngine, version: int, scope: Scope, feed: Feed) -> str:
-    """Run one engine's session. Returns the error, or ""."""
-    began = time.perf_counter()
-    try:
-        engine.update_weights(version, feed, scope)
-        left = feed.unread()
-        return f"stopped reading at {left}" if left else ""
-    except (EngineError, PushError) as error:
-        return str(error)
-    finally:
-        feed.seconds = time.perf_counter() - began
-        feed.stop_reading()
 
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:

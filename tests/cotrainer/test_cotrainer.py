@@ -13,6 +13,7 @@ from megatron_rlspec.config import ConfigError, ParallelConfig, load
 from megatron_rlspec.cotrainer import cotrainer as module
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.rollout.start import embedded
 from megatron_rlspec.speculation.rule import SpecRule
@@ -79,7 +80,7 @@ def test_engines_hold_what_was_trained_and_get_the_rule(trained):
     _, cotrainer, _ = trained
     (engine,) = cotrainer.engines.values()
     assert engine.version == 3 and isinstance(engine.choice.present, SpecRule), "not the canary's schedule"
-    difference = cotrainer._health.pusher.compare_with(engine)[1]
+    difference = cotrainer._health.pusher.compare_with(engine)
     assert difference.empty and cotrainer.rule.learning.prediction is not None
 
 
@@ -138,14 +139,14 @@ DRAFTER = "model.mtp_layers.0.input_proj.weight"
 
 def damage(engine, name, times):
     """Let an engine get a wrong tensor in so many pushes."""
-    update = engine.update_weights
+    send = engine.send
     left = iter(range(times))
 
-    def wrong(version, tensors, scope="all"):
-        damaged = next(left, None) is not None
-        update(version, ((n, x + 1 if damaged and n == name else x) for n, x in tensors), scope)
+    def wrong(bucket):
+        damaged = name in bucket.names and next(left, None) is not None
+        send(Bucket([(n, x + 1 if damaged and n == name else x) for n, x in bucket.tensors]))
 
-    engine.update_weights = wrong
+    engine.send = wrong
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_a_wrong_push_is_repeated_and_a_lasting_fault_costs_drafts_or_the_engine
     metrics = cotrainer.push(2)
     assert (metrics["health/incidents"], metrics["health/serving_engines"]) == (0, len(serving))
     for engine in cotrainer.engines.values():
-        assert not engine.describe()["held"] and cotrainer._health.pusher.compare_with(engine)[1].empty
+        assert not engine.describe()["held"] and cotrainer._health.pusher.compare_with(engine).empty
 
 
 def test_without_a_sound_engine_the_push_raises(model):

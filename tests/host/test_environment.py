@@ -63,7 +63,7 @@ def test_a_weight_group_over_nccl_is_refused_where_engine_and_rank_differ(engine
         return {"tensor_parallel": 1, "nccl_cumem_enable": engine}
 
     with pytest.raises(EngineError) as error:
-        GroupBroadcast(backend="nccl").send(post, Bucket([("x", torch.zeros(1))]))
+        GroupBroadcast(backend="nccl").send([post], Bucket([("x", torch.zeros(1))]))
     own = rank.get("NCCL_CUMEM_ENABLE", "0")
     told = f"weight group: NCCL_CUMEM_ENABLE is {own} for this rank and {engine} for the engine"
     assert str(error.value) == f"{told}; start both with the same value"

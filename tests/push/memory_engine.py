@@ -35,20 +35,27 @@ class MemoryEngine:
         self.after_update = lambda engine: None
         self._random = np.random.default_rng(seed)
 
-    def update_weights(self, version, tensors, scope="all"):
+    def begin_update(self, version, scope="all"):
         self.serving = False
-        received = 0
-        for name, tensor in tensors:
-            if self.fail_at is not None and received >= self.fail_at:
-                raise EngineError(f"{self.name}: connection lost after {received} tensors of version {version}")
-            received += 1
+        self.update = (version, scope)
+        self.received = 0
+
+    def send(self, bucket):
+        for name, tensor in bucket.tensors:
+            if self.fail_at is not None and self.received >= self.fail_at:
+                version = self.update[0]
+                raise EngineError(f"{self.name}: connection lost after {self.received} tensors of version {version}")
+            self.received += 1
             arrived = self.wire(name, tensor)
             if arrived is not None:
                 self.tensors[arrived[0]] = arrived[1].clone()
-        self.sessions.append((version, scope, received))
-        self.version = version
-        self.serving = True
-        self.after_update(self)
+
+    def end_update(self, error=""):
+        self.serving = not error
+        if not error:
+            self.sessions.append((*self.update, self.received))
+            self.version = self.update[0]
+            self.after_update(self)
 
     def fingerprints(self):
         return {name: fingerprint(tensor) for name, tensor in self.tensors.items()}

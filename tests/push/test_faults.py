@@ -15,6 +15,7 @@ from weight_oracles import echo_checkpoint, mimo_logits
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.names import name_table
+from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.push.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Pusher, PushError
@@ -39,11 +40,17 @@ class Engine(EmbeddedEngine):
         self.skip = False
         super().__init__(config, tensors, max_length=64, max_total_tokens=2048, max_draft_tokens=8)
 
-    def update_weights(self, version, tensors, scope="all"):
-        if self.skip:
-            list(tensors)
-            return
-        super().update_weights(version, ((n, self.wire(n, t)) for n, t in tensors), scope)
+    def begin_update(self, version, scope="all"):
+        if not self.skip:
+            super().begin_update(version, scope)
+
+    def send(self, bucket):
+        if not self.skip:
+            super().send(Bucket([(n, self.wire(n, t)) for n, t in bucket.tensors]))
+
+    def end_update(self, error=""):
+        if not self.skip:
+            super().end_update(error)
 
     def memory(self, name) -> torch.Tensor:
         return self.model.tensors[name].view
@@ -94,7 +101,7 @@ def trainer_logprobs(config, tensors, tokens):
 def differing(pusher, names=None):
     """Compare again, without a push, what engines hold. Returns a detector's name for each engine that differs."""
     engines = [pusher.engines[name] for name in names or pusher.engines]
-    return ["fingerprint" for engine in engines if not pusher.compare_with(engine)[1].empty]
+    return ["fingerprint" for engine in engines if not pusher.compare_with(engine).empty]
 
 
 def logprobs_differ(samples, recomputed, bound=1e-3):

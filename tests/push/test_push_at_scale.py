@@ -9,12 +9,12 @@ import itertools
 import math
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_rlspec.push import bucket, feed, push
+from megatron_rlspec import engine
+from megatron_rlspec.push import push, update
 from megatron_rlspec.push.bucket import Memory
 from megatron_rlspec.rollout.sglang.client import transport
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -108,13 +108,14 @@ class Future:
 
 class Executor:
     def __init__(self, workers):
-        pass
+        self.submitted = []
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        pass
+        for future in self.submitted:
+            future.changed.wait_for(lambda future=future: future.ended)
 
     def submit(self, call, *arguments, **options):
         future = Future()
@@ -133,6 +134,7 @@ class Executor:
 
         threading.Thread(target=run, daemon=True).start()
         clock.wake(task)
+        self.submitted.append(future)
         return future
 
     def map(self, call, items):
@@ -195,10 +197,6 @@ class Engine(SGLangEngine):
         self.received = 0
         self.before = 0  # bytes of the bucket that is not loaded yet
 
-    def _begin(self, version, scope):
-        clock.sleep(REQUEST)
-        self._update = "0"
-
     def post(self, path, **options):
         clock.sleep(REQUEST)
         if path == "weights/receive":
@@ -208,7 +206,7 @@ class Engine(SGLangEngine):
             self._load(sum(2 * math.prod(shape) for shape in what["shapes"]))
         elif path == "weights/end":
             self._load(0)
-        return self.answers.get(path, {})
+        return self.answers.get(path, {"session": "0"})
 
     def _load(self, following):
         """Load the bucket before, while the following one is received."""
@@ -228,7 +226,7 @@ class Counted(Memory):
         return torch.empty(needed, dtype=torch.uint8, device="meta")
 
     def close(self):
-        Counted.held -= sum(piece.numel() for piece in self._free)
+        Counted.held -= sum(piece.numel() for piece in self._pieces)
         super().close()
 
 
@@ -243,11 +241,9 @@ def virtual(monkeypatch):
     """Replace threads by the clock's, and give buckets the size that they have on a GPU."""
     global clock
     clock = Clock()
-    for module in (feed, bucket):
-        monkeypatch.setattr(module, "threading", SimpleNamespace(Condition=Condition))
-    for module in (push, transport):
+    for module in (engine, update, transport):
         monkeypatch.setattr(module, "ThreadPoolExecutor", Executor)
-    monkeypatch.setattr(push, "bucket_bytes", lambda memory: 2 << 30)
+    monkeypatch.setattr(update, "bucket_bytes", lambda memory: 2 << 30)
 
     def marks(tensors):
         clock.sleep(sum(tensor.nbytes for tensor in tensors) / CHECKS)
@@ -269,7 +265,7 @@ def pushed(count, engines, link):
     """Push once; return engines, report, virtual seconds and seconds of this process's CPU."""
     shapes = experts(count)
     marks = {name: rows * columns for name, (rows, columns) in shapes.items()}
-    way = Broadcast(link, Counted("meta"))
+    way = Broadcast(link, Counted("meta", joint=True))
     served = {
         str(n): Engine(n, {name: list(shape) for name, shape in shapes.items()}, marks, way) for n in range(engines)
     }

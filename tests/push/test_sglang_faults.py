@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.models.names import name_table
-from megatron_rlspec.push import push
+from megatron_rlspec.push import update
+from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.push.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.push.fingerprint import compare, fingerprint
 from megatron_rlspec.push.health import Health
@@ -67,7 +67,7 @@ def urls(served) -> Iterator[list[str]]:
 
 
 class Engine(SGLangEngine):
-    """The client with a place to damage what it sends. It reads single tensors, and packs them itself."""
+    """The client with a place to damage what it sends. It takes single tensors, and packs them itself."""
 
     bucket_memory = None
 
@@ -75,8 +75,9 @@ class Engine(SGLangEngine):
         super().__init__(url, timeout=60, transport=Http())
         self.wire = lambda name, tensor: tensor
 
-    def update_weights(self, version, tensors, scope="all"):
-        super().update_weights(version, ((name, self.wire(name, tensor)) for name, tensor in tensors), scope)
+    def send(self, bucket):
+        damaged = [(name, self.wire(name, tensor)) for name, tensor in bucket.tensors]
+        super().send(Bucket(damaged, self._transport.memory))
 
 
 class Room:
@@ -115,15 +116,15 @@ class Room:
         self.found += differing(self.health.pusher)
 
     def behind_the_back(self, tensors, version=1, scope="all"):
-        SGLangEngine.update_weights(self.engines["b"], version, tensors, scope)
+        self.engines["b"].update_weights(version, tensors, scope)
 
 
 def old_version(room):
     engine = room.engines["b"]
-    update = room.engines["b"].update_weights
-    engine.update_weights = lambda version, tensors, scope: deque(tensors, maxlen=0)
-    room.push()
-    engine.update_weights = update
+    with pytest.MonkeyPatch.context() as skipped:
+        for step in ("begin_update", "send", "end_update"):
+            skipped.setattr(engine, step, lambda *_: None)
+        room.push()
 
 
 def drafter_zeroed(room):
@@ -184,7 +185,7 @@ def pusher_process(url, version, tensors, slowly):
             time.sleep(slowly)
             yield name, tensor
 
-    push.bucket_bytes = lambda memory: 1  # tensors travel alone, so that a mixture is there between two of them
+    update.bucket_bytes = lambda memory: 1  # tensors travel alone, so that a mixture is there between two of them
     Pusher({"a": SGLangEngine(url, timeout=60, transport=Http())}).push(version, source)
     os._exit(0)
 

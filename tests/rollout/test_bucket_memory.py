@@ -17,10 +17,10 @@ def bucket():
 
     torch.manual_seed(0)
     tensors = {f"w{i}": torch.randn(4, 6).to(torch.bfloat16 if i % 2 else torch.float32) for i in range(40)}
-    packed = Bucket(list(tensors.items()))
-    packed.pack(Memory())
+    ordered = Bucket(list(tensors.items())).tensors
+    packed = Bucket(ordered, Memory())
     metadata, first = [], 0
-    for name, tensor in packed.tensors:
+    for name, tensor in ordered:
         end = first + tensor.nbytes
         metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, first, end, tensor.nbytes))
         first = end

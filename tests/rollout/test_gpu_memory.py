@@ -60,7 +60,7 @@ def test_a_handle_of_a_gpus_memory_is_64_bytes_and_closed_after_the_copy(driver,
     memory = gpu_memory.GpuMemory()
     memory.device = torch.device("cpu")
     monkeypatch.setattr(torch, "as_tensor", read)
-    piece = memory.take(1000)
+    piece = memory.turn(1000)
     piece.copy_(torch.arange(1000) % 251)
     where = HandleBody(handle=memory.handle(piece), names=["x"], dtypes=["float32"], shapes=[[250]])
     opened = ctypes.c_int.in_dll(driver, "opened")

@@ -7,7 +7,6 @@ there. So the order is what this file shows.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -102,18 +101,10 @@ def engines() -> Iterator[list[Engine]]:
 
 
 def push(transport: GroupBroadcast, engines: list[Engine], buckets: list[dict[str, torch.Tensor]]) -> None:
-    """Send each bucket to all engines, as `Pusher` does: a thread for each engine, the first of which sends."""
+    """Send each bucket to all engines, as `Pusher` does."""
     for tensors in buckets:
-        bucket = Bucket(list(tensors.items()), len(engines))
-        bucket.pack(transport.memory)
-        threads = [threading.Thread(target=transport.send, args=(engine.post, bucket)) for engine in engines]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        for _ in engines:
-            bucket.done()
+        posts = [engine.post for engine in engines]
+        transport.send(posts, Bucket(list(tensors.items()), transport.memory))
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:

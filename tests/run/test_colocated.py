@@ -35,9 +35,9 @@ def test_engines_share_what_the_trainer_leaves(start, tmp_path, mode, calls):
 @pytest.mark.slow
 def test_the_order_of_calls_in_a_run(start, tmp_path):
     calls = calls_of(start, tmp_path / "run", "train", {"train.steps": 2})
-    step = ["generate", "sleep", "train_step", "_free_memory", "wake", "update_weights", "fingerprints"]
+    step = ["generate", "sleep", "train_step", "_free_memory", "wake", "begin_update", "fingerprints"]
     evaluation = ["generate"]
-    push = ["_free_memory", "update_weights", "fingerprints"]
+    push = ["_free_memory", "begin_update", "fingerprints"]
     assert calls == [*STARTED, *push, *evaluation, *step, *step, *evaluation]
     assert "policy/skipped" in (tmp_path / "run/metrics.jsonl").read_text()
 
@@ -47,7 +47,7 @@ def test_a_warm_start_lets_engines_sleep_over_several_steps(start, tmp_path):
     options = {"sft.path": start / "task/train.jsonl", "sft.steps": 3, "sft.samples_per_step": 4, "sft.eval_every": 2}
     options |= {"sft.held_out": 0, "sft.drafter_only": "false"}
     calls = calls_of(start, tmp_path / "run", "sft", options | {"train.eval_prompts": 1})
-    evaluation = ["_free_memory", "wake", "update_weights", "fingerprints", "generate"]
+    evaluation = ["_free_memory", "wake", "begin_update", "fingerprints", "generate"]
     assert calls == [*STARTED, "sleep", "train_step", "train_step", *evaluation, "sleep", "train_step"]
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.engine import EngineError, RolloutEngine, ask_all
+from megatron_rlspec.engine import RolloutEngine, ask_all
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.contract import HealthError, Verdict, summary
@@ -54,20 +53,18 @@ class SlimePushes(Pusher):
         """Compare every engine. The second time `source` pushes again before, unless it is None."""
         if only is not None and source is not None:
             self.expected = source()
-        with ThreadPoolExecutor(max(1, len(self.engines))) as threads:
-            examined = list(threads.map(self.compare_with, self.engines.values()))
-        reports = {}
-        for (name, engine), (error, difference) in zip(self.engines.items(), examined, strict=True):
-            reports[name] = EngineReport(0.0, 0, error or _stamp(engine, version), difference)
+        reports, silent = ask_all(self.engines, lambda engine: self._examined(engine, version))
+        for name, error in silent.items():
+            reports[name] = EngineReport(0, str(error))
         return PushReport(version, scope, 0.0, 0, len(self.expected), 0.0, 0.0, reports)
 
+    def _examined(self, engine: Any, version: int) -> EngineReport:
+        difference = self.compare_with(engine)
+        return EngineReport(0, _stamp(engine.version(), version), difference)
 
-def _stamp(engine: Any, version: int) -> str:
-    """Return why this engine does not have `version`; "" if it has."""
-    try:
-        found = engine.version()
-    except EngineError as error:
-        return str(error)
+
+def _stamp(found: str, version: int) -> str:
+    """Return why an engine does not have `version`; "" if it has."""
     if found == str(version):
         return ""
     return f"names version {found or 'none'}, expected {version}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.models.config import sharpness_of
+from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.push.fingerprint import fingerprints
+from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import PLAIN, ConfigChoice
 from megatron_rlspec.rollout.embedded.draft import Chains
@@ -50,6 +53,16 @@ from megatron_rlspec.types import (
 # of a rule without candidates
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))
 _CLOSED = "closed"
+
+
+@dataclass
+class _Update:
+    """An open update. names: tensors of its scope; doubtful: those that neither it nor an earlier one delivered."""
+
+    version: int
+    scope: Scope
+    names: set[str]
+    doubtful: set[str]
 
 
 class EmbeddedEngine:
@@ -122,10 +135,12 @@ class EmbeddedEngine:
         self.max_running_requests = max_running_requests
         self._log = RoundLog()
         self._lock = threading.RLock()
+        self._steady = threading.Condition(self._lock)  # no update is open
+        self._update: _Update | None = None
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
         self._doubtful = set(self.model.tensors)  # tensors that no update has delivered completely
         self.set_schedule(schedule or PLAIN)
-        self.update_weights(version, tensors)
+        update_weights(self, version, tensors)
 
     @property
     def running(self) -> list[ActiveRequest]:
@@ -158,6 +173,7 @@ class EmbeddedEngine:
                 if not open_runs:
                     break
                 with self._lock:
+                    self._steady.wait_for(lambda: self._update is None)
                     # no other caller's step has ended one
                     if all(run.sample is None for run in open_runs):
                         self._serve()
@@ -181,14 +197,10 @@ class EmbeddedEngine:
                     self.cache.audit()
         return [run.sample for run in runs if run.sample is not None]
 
-    def update_weights(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], scope: Scope = "all"
-    ) -> None:
+    def begin_update(self, version: int, scope: Scope = "all") -> None:
         """See `RolloutEngine`. An update may hold a part of the scope's tensors.
 
-        Raises EngineError for an unexpected tensor or a wrong shape. Raises it also if a tensor is missing that no
-        earlier update delivered completely. Running samples go back into the queue; their KV cache is recomputed under
-        the new weights.
+        Running samples go back into the queue; their KV cache is recomputed under the new weights.
         """
         mine = set()
         for name in self.model.tensors:
@@ -197,30 +209,51 @@ class EmbeddedEngine:
         with self._lock:
             self._retract()
             self._broken = f"the update to version {version} did not finish"
-            doubtful = self._doubtful
-            self._doubtful = doubtful | mine
-            for name, tensor in tensors:
-                if name == "lm_head.weight" and self.arch.tied and scope != "drafter":
+            self._update = _Update(version, scope, mine, self._doubtful)
+            self._doubtful = self._doubtful | mine
+
+    def send(self, bucket: Bucket, *others: Any) -> None:
+        """See `RolloutEngine`. Raises EngineError for an unexpected tensor or a wrong shape."""
+        with self._lock:
+            update = self._update
+            assert update is not None, "no update is open"
+            for name, tensor in bucket.tensors:
+                if name == "lm_head.weight" and self.arch.tied and update.scope != "drafter":
                     continue
-                if name not in mine:
-                    raise EngineError(
-                        f"embedded engine: update of {scope}: unexpected tensor {name}"
-                    )
+                if name not in update.names:
+                    raise _refusal(update, f"unexpected tensor {name}")
                 try:
                     self.model.write(name, tensor)
                 except ValueError as error:
-                    raise EngineError(f"embedded engine: update of {scope}: {error}") from None
-                doubtful.discard(name)
-            self._doubtful = doubtful
-            if doubtful:
-                raise EngineError(
-                    f"embedded engine: update of {scope}: {len(doubtful)} of {len(self.model.tensors)} tensors never "
-                    f"arrived or failed before, and are missing now; among them {min(doubtful)}"
-                )
-            self.model.renew_draft_head()
-            self.cache.clear()
-            self.version = version
-            self._broken = ""
+                    raise _refusal(update, str(error)) from None
+                update.doubtful.discard(name)
+
+    def end_update(self, error: str = "") -> None:
+        """See `RolloutEngine`. Raises EngineError if a tensor is missing that no update delivered completely."""
+        with self._lock:
+            update = self._update
+            if error or update is None:
+                self._broken = self._broken or f"an update did not finish: {error}"
+            else:
+                self._finish(update)
+            self._update = None
+            self._steady.notify_all()
+
+    def _finish(self, update: _Update) -> None:
+        doubtful = update.doubtful
+        self._doubtful = doubtful
+        if doubtful:
+            raise _refusal(
+                update,
+                f"{len(doubtful)} of {len(self.model.tensors)} tensors never arrived or failed before, "
+                f"and are missing now; among them {min(doubtful)}",
+            )
+        self.model.renew_draft_head()
+        self.cache.clear()
+        self.version = update.version
+        self._broken = ""
+
+    update_weights = update_weights
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         with self._lock:
@@ -392,3 +425,7 @@ class EmbeddedEngine:
 
     def _retract(self) -> None:
         self.scheduler.retract()
+
+
+def _refusal(update: _Update, problem: str) -> EngineError:
+    return EngineError(f"embedded engine: update of {update.scope}: {problem}")

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
@@ -20,11 +20,13 @@ import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.extensions.migration.embedded.member import Member, Requests, Tick
-from megatron_rlspec.push.push import PushError
+from megatron_rlspec.push.bucket import Bucket, buckets
+from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
 
 LOST = "gloo/"  # in the errors of collective calls after another rank has ended
 GRACE = 1.0  # seconds
+MESSAGE = 64 << 20  # bytes of weights in one message
 DIFFERS = -1  # is no tensor's fingerprint
 
 
@@ -40,6 +42,8 @@ class Fleet:
         self.member = member
         self.every = every
         self._lock = threading.Lock()  # of the ranks' messages
+        self._steady = threading.Condition(self._lock)
+        self._updating = False
         self._known = threading.RLock()  # of what follows
         self._new: Requests = []
         self._open: dict[str, tuple[Request, Sampling]] = {}
@@ -119,7 +123,7 @@ class Fleet:
 
     def _serve(self, waiting: set[str]) -> None:
         """Run one tick, unless another thread's tick has ended one of `waiting`."""
-        with self._ordering():
+        with self._ordering(tick=True):
             with self._known:
                 if waiting & self._done.keys():
                     return
@@ -206,15 +210,17 @@ class Fleet:
     # -- everything else ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _ordering(self) -> Iterator[None]:
+    def _ordering(self, tick: bool = False) -> Iterator[None]:
         """Hold the messages of one order. After an error in the middle of it the ranks are told nothing more."""
         with self._lock:
+            if tick:
+                self._steady.wait_for(lambda: not self._updating)
             if self._closed or self._astray:
                 raise EngineError(f"embedded engine: {self._lost or 'closed'}")
             self._astray = True
             try:
                 yield
-            except (EngineError, PushError):  # after the last message of the order
+            except EngineError:  # after the last message of the order
                 self._astray = False
                 raise
             except RuntimeError as error:
@@ -230,12 +236,26 @@ class Fleet:
             self.member.ranks.tell(("call", name, *arguments))
             return self.member.call(name, *arguments)
 
-    def update_weights(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
-    ) -> None:
-        with self._ordering():
-            self.member.ranks.tell(("update", version, scope))
-            self.member.update(version, scope, tensors)
+    def begin_update(self, version: int, scope: Scope = "all") -> None:
+        """See `RolloutEngine`. No tick runs until the end."""
+        with self._lock:
+            self._updating = True
+        self._call("begin_update", version, scope)
+
+    def send(self, bucket: Bucket, *others: Any) -> None:
+        for lot in buckets(bucket.tensors, MESSAGE):
+            # copies, as a pickled view has all that it is a view of
+            self._call("send", Bucket([(name, tensor.cpu().clone()) for name, tensor in lot]))
+
+    def end_update(self, error: str = "") -> None:
+        try:
+            self._call("end_update", error)
+        finally:
+            with self._lock:
+                self._updating = False
+                self._steady.notify_all()
+
+    update_weights = update_weights
 
     def set_schedule(self, schedule: SpecSchedule) -> None:
         self._call("set_schedule", schedule)

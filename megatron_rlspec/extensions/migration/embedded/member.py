@@ -7,9 +7,7 @@ moves of the plan. No clock enters a plan, so a resumed run decodes in the same 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,11 +26,9 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Pending, Ranks
-from megatron_rlspec.push.bucket import Named, buckets
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
-from megatron_rlspec.types import Load, Request, Sample, Sampling, Scope
+from megatron_rlspec.types import Load, Request, Sample, Sampling
 
-BUCKET = 64 << 20  # bytes of weights in one message
 Requests = list[tuple[Request, Sampling]]
 
 
@@ -301,21 +297,6 @@ class Member:
             error = f"rank {self.ranks.rank}: {failed}"
         return self._checked(error, result)
 
-    def update(self, version: int, scope: Scope, tensors: Iterable[Named] = ()) -> None:
-        """Update every rank's engine with rank 0's tensors. Raises EngineError on all ranks if one engine fails."""
-        error = ""
-        stream = self._sent(tensors) if self.ranks.rank == 0 else self._received()
-        try:
-            self.engine.update_weights(version, stream, scope)
-        except EngineError as failed:
-            error = f"rank {self.ranks.rank}: {failed}"
-        finally:  # also after an error of the exporter: the other ranks wait for the end of the stream
-            if self.ranks.rank == 0:
-                stream.close()
-            with suppress(EngineError):
-                deque(stream, maxlen=0)
-            self._checked(error)
-
     def _checked(self, error: str, result: Any = None) -> list[Any]:
         """Return the results of all ranks. Raises EngineError, the first rank's that failed."""
         answers = self.ranks.share((error, result))
@@ -323,24 +304,3 @@ class Member:
             if failed:
                 raise EngineError(failed)
         return [result for _, result in answers]
-
-    def _sent(self, tensors: Iterable[Named]) -> Generator[Named, None, None]:
-        """Yield rank 0's tensors after every rank has them."""
-        whole = False
-        try:
-            for lot in buckets(tensors, BUCKET):
-                # copies, as a pickled view has all that it is a view of
-                self.ranks.tell([(name, tensor.cpu().clone()) for name, tensor in lot])
-                yield from lot
-            whole = True
-        finally:
-            self.ranks.tell(whole)
-
-    def _received(self) -> Generator[Named, None, None]:
-        """Yield the tensors of `_sent`. Raises EngineError if rank 0 sent a part of them only."""
-        told = self.ranks.tell()
-        while isinstance(told, list):
-            yield from told
-            told = self.ranks.tell()
-        if not told:
-            raise EngineError("the update ended early on rank 0")

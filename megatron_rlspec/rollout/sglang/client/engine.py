@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self, cast
 
 import numpy as np
-import torch
 
 from megatron_rlspec.engine import EngineDescription, EngineError, RequestError
-from megatron_rlspec.push.bucket import Memory
+from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.push.fingerprint import as_delivered
-from megatron_rlspec.push.push import in_buckets
+from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.rollout.sglang.client.connection import MALFORMED, Connection
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
@@ -78,7 +77,7 @@ class SGLangEngine(Connection):
 
     @property
     def bucket_memory(self) -> Memory:
-        """Return the memory of the buckets that a push gives to `update_weights`."""
+        """Return the memory of the buckets that `send` takes."""
         return self._transport.memory
 
     def generate(
@@ -128,43 +127,27 @@ class SGLangEngine(Connection):
             raise
         return [samples[r.id] for r in requests]
 
-    def update_weights(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope = "all"
-    ) -> None:
-        """Replace weights. Running samples continue under the new weights with a recomputed cache."""
-        self._broken = self._broken or f"version {version} was not completed"
-        try:
-            self._push(version, tensors, scope)
-        except (EngineError, ValueError) as error:
-            self._broken = str(error)
-            raise
-        self._broken = ""
-
-    def _push(
-        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], scope: Scope
-    ) -> None:
-        """Send an update. It begins with the first bucket, so samples go on while that is made."""
-        try:
-            for bucket in in_buckets(tensors, self._transport.memory):
-                if not self._update:
-                    self._begin(version, scope)
-                self._transport.send(self._in_update, bucket)
-            if not self._update:
-                raise ValueError(f"update_weights(version={version}): no tensors")
-            self._in_update("weights/end")
-        except BaseException:
-            if self._update:
-                # If it ended, or cannot be reached, then there is nothing to give up.
-                with suppress(EngineError):
-                    self._in_update("weights/abandon")
-            raise
-        finally:
-            self._update = ""
-
-    def _begin(self, version: int, scope: Scope) -> None:
+    def begin_update(self, version: int, scope: Scope = "all") -> None:
         """Open an update. One that another client left open ends unfinished."""
+        self._broken = self._broken or f"version {version} was not completed"
         query = {"scope": scope, "version": str(version)}
         self._update = self.field("weights/begin", "session", str, params=query)
+
+    def send(self, bucket: Bucket, *others: SGLangEngine) -> None:
+        posts = [engine._in_update for engine in (self, *others)]
+        self._transport.send(posts, bucket)
+
+    def end_update(self, error: str = "") -> None:
+        """Running samples continue under the new weights with a recomputed cache."""
+        self._broken = error or self._broken
+        if not error:
+            self._in_update("weights/end")
+            self._broken = ""
+        elif self._update:
+            self._in_update("weights/abandon")
+        self._update = ""
+
+    update_weights = update_weights
 
     def _in_update(self, path: str, **arguments: Any) -> dict[str, Any]:
         """Post a request of the open update. Engines' bound methods of this name are equal if the engines are."""

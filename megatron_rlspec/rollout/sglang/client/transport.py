@@ -5,12 +5,13 @@
     group    one process group of this process and the ranks of all engines (NCCL between GPUs, gloo otherwise)
 
 One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets.
+If that is `joint`, a bucket goes to all engines by one call, else to each by its own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Protocol
@@ -33,15 +34,16 @@ class Transport(Protocol):
     def memory(self) -> Memory:
         """Return the memory of the buckets that it sends."""
 
-    def send(self, post: Post, bucket: Bucket) -> None:
-        """Deliver a bucket of `memory` within an open update, which `post` names in its requests."""
+    def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
+        """Deliver a bucket of `memory` to engines within their open updates, which each `post` names."""
 
 
 class Http:
     def __init__(self) -> None:
         self.memory = Memory(headed=True)
 
-    def send(self, post: Post, bucket: Bucket) -> None:
+    def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
+        [post] = posts
         post("weights/bucket", data=bucket.file().numpy().data)
 
 
@@ -51,7 +53,8 @@ class Handles:
     def __init__(self) -> None:
         self.memory = GpuMemory()
 
-    def send(self, post: Post, bucket: Bucket) -> None:
+    def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
+        [post] = posts
         handle = self.memory.handle(bucket.data())
         post("weights/handle", json={"handle": handle, **bucket.described})
 
@@ -69,21 +72,18 @@ class GroupBroadcast:
     def __init__(self, address: str = "127.0.0.1", backend: str = "") -> None:
         self.address = address
         self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        self.memory = Memory("cuda" if self.backend == "nccl" else "cpu")
+        self.memory = Memory("cuda" if self.backend == "nccl" else "cpu", joint=True)
         self._members: list[Post] = []
         self._name = ""
         self._group: Any = None
         self._made = 0
 
-    def send(self, post: Post, bucket: Bucket) -> None:
-        bucket.together(post, lambda posts: self._send(posts, bucket))
-
-    def _send(self, posts: list[Post], bucket: Bucket) -> None:
+    def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
         with ThreadPoolExecutor(len(posts)) as threads:
             if not self._members or set(self._members) != set(posts):
                 self._members = []
                 self._join(posts, threads)
-                self._members = posts
+                self._members = list(posts)
             what = {"group": self._name, **bucket.described}
             answers = [threads.submit(post, "weights/receive", json=what) for post in posts]
             try:
@@ -102,7 +102,7 @@ class GroupBroadcast:
             # the piece of memory is filled again after this
             torch.cuda.current_stream().synchronize()
 
-    def _join(self, posts: list[Post], threads: ThreadPoolExecutor) -> None:
+    def _join(self, posts: Sequence[Post], threads: ThreadPoolExecutor) -> None:
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
         firsts = []

@@ -1,0 +1,120 @@
+"""The update of engines to one version, in step: all begin, take the same buckets, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Self
+
+from megatron_rlspec.engine import EngineError, RolloutEngine, ask_all
+from megatron_rlspec.push.bucket import Bucket, Named, bucket_bytes, buckets
+from megatron_rlspec.types import Scope
+
+Engines = Mapping[str, RolloutEngine]
+
+
+class Update:
+    """An update of several engines, as a context. If the body raises, it ends unfinished.
+
+    An engine that fails leaves, and serves nothing; the others go on.
+
+    limit       about how many bytes make a bucket
+    engines     those that have not left
+    errors      why others left, by name
+    sent_bytes  by name, of all buckets that were sent to an engine
+    """
+
+    def __init__(self, engines: Engines, version: int, scope: Scope) -> None:
+        self.version = version
+        self.scope = scope
+        self.engines = dict(engines)
+        self.errors: dict[str, Exception] = {}
+        self.sent_bytes = dict.fromkeys(engines, 0)
+        self._memories = {id(one.bucket_memory): one.bucket_memory for one in engines.values()}
+        self.limit = min(map(bucket_bytes, self._memories.values()), default=1)
+        self._threads = ThreadPoolExecutor(len(engines) + 1)
+        self._travelling: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with self._threads:
+            self._arrive()
+            reason = "" if error is None else _reason(error)
+            self._each(lambda engine: engine.end_update(reason))
+        for memory in self._memories.values():
+            if memory is not None:
+                memory.close()
+
+    def send(self, tensors: Sequence[Named]) -> None:
+        """Make a bucket, and let it travel to all engines when each has the one before."""
+        packed = {key: Bucket(tensors, memory) for key, memory in self._memories.items()}
+        first = self._travelling is None
+        self._arrive()
+        self._travelling = self._threads.submit(self._deliver, packed, first)
+
+    def _arrive(self) -> None:
+        if self._travelling is not None:
+            self._travelling.result()
+
+    def _deliver(self, packed: Mapping[int, Bucket], first: bool) -> None:
+        """Send a bucket to all engines. They begin with the first one, and decode while that is made."""
+        if first:
+            self._each(lambda engine: engine.begin_update(self.version, self.scope))
+        parts: dict[str, dict[str, RolloutEngine]] = {}
+        for name, engine in self.engines.items():
+            memory = engine.bucket_memory
+            joint = memory is not None and memory.joint
+            parts.setdefault(f"joint {id(memory)}" if joint else name, {})[name] = engine
+            self.sent_bytes[name] += packed[id(memory)].bytes
+
+        def send(one: RolloutEngine, *others: RolloutEngine) -> None:
+            one.send(packed[id(one.bucket_memory)], *others)
+
+        self._at_once(parts.values(), send)
+
+    def _each(self, call: Callable[[RolloutEngine], None]) -> None:
+        self._at_once([{name: engine} for name, engine in self.engines.items()], call)
+
+    def _at_once(self, parts: Iterable[Engines], call: Callable[..., None]) -> None:
+        """Call with the engines of every part. All engines of a part leave if its call fails."""
+        calls = [(part, self._threads.submit(_attempt, part, call)) for part in parts]
+        for part, answer in calls:
+            error = answer.result()
+            if error is not None:
+                for name in part:
+                    self.errors[name] = error
+                    del self.engines[name]
+
+
+def _attempt(part: Engines, call: Callable[..., None]) -> Exception | None:
+    """Call with these engines. Returns the error; then their updates have ended unfinished."""
+    try:
+        call(*part.values())
+    except Exception as error:
+        reason = _reason(error)
+        ask_all(part, lambda engine: engine.end_update(reason))
+        return error
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def update_weights(
+    engine: RolloutEngine, version: int, tensors: Iterable[Named], scope: Scope = "all"
+) -> None:
+    """Update one engine, without a comparison. Raises EngineError."""
+    memory = engine.bucket_memory
+    try:
+        engine.begin_update(version, scope)
+        for lot in buckets(tensors, bucket_bytes(memory)):
+            engine.send(Bucket(lot, memory))
+        engine.end_update()
+    except BaseException as error:
+        with suppress(EngineError):
+            engine.end_update(_reason(error))
+        raise
