@@ -5,7 +5,9 @@ a sample would be trained on: by the push itself, by the stamps and log-probs th
 the comparison after sleep.
 """
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -271,6 +273,21 @@ def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
     room.found.clear()
     room.rollout()
     assert room.found == []
+
+
+def test_a_request_waits_for_the_end_of_an_update():
+    config, tensors = echo_checkpoint(0)
+    engine = Engine(config, tensors.items())
+    engine.begin_update(1)
+    with ThreadPoolExecutor(1) as thread:
+        drawn = thread.submit(engine.generate, [Request("r", PROMPTS[0], seed=0)], SAMPLING)
+        while not engine.scheduler.every:
+            time.sleep(0.001)
+        engine.send(Bucket(list(echo_checkpoint(1)[1].items())))
+        assert not drawn.done()
+        engine.end_update()
+        [sample] = drawn.result()
+    assert [version for version, *_ in sample.policy_versions] == [1]
 
 
 @pytest.mark.slow

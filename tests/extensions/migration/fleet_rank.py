@@ -17,6 +17,7 @@ from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.member import Member, Tick
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.host.ranks import Ranks
+from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
 
@@ -85,7 +86,16 @@ def lead(fleet: Fleet) -> dict[str, Any]:
         fleet.generate(requests()[:1], LONG)
     except EngineError as error:
         found["broken"] = str(error)
-    fleet.update_weights(4, oracle.tiny(**MODEL)[1].items())
+    fleet.begin_update(4)
+    waited: list[Any] = []
+    thread = threading.Thread(target=lambda: waited.extend(fleet.generate(requests()[:1], LONG)))
+    thread.start()
+    while not fleet._open:
+        time.sleep(0.001)
+    fleet.send(Bucket(list(oracle.tiny(**MODEL)[1].items())))
+    fleet.end_update()
+    thread.join()
+    found["waited"] = [version for sample in waited for version, *_ in sample.policy_versions]
     found["same"] = fleet.fingerprints() == engine().fingerprints()
 
     later: list[Any] = []

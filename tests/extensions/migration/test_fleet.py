@@ -20,6 +20,7 @@ def test_a_fleet_generates_what_one_engine_generates(tmp_path, moves):
     assert all(versions == ((1, 0, 60),) for versions in found["versions"])
     assert "rank 0" in found["refused"] and "shape" in found["refused"]
     assert "did not finish" in found["broken"]
+    assert found["waited"] == [4], "no tick runs during an update"
     assert found["same"] and found["left"] and "already in use" in found["twice"]
     assert found["aborted"] == ["aborted"]
     assert found["early"] == [("aborted", 0)] * len(wanted), "aborted before any rank had it"
