@@ -43,13 +43,6 @@ def head(weight: Tensor, group: dist.ProcessGroup | None = None) -> ModuleType |
     return kernel
 
 
-def fingerprints(device: torch.device, agrees: Agrees) -> ModuleType | None:
-    """Return `kernels.fingerprints` if it sums tensors of this device, and `agrees`; None for plain torch."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return _choose("fingerprints", agrees, "tensors are compared", device)
-
-
 @cache
 def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether all ranks of `group` have kernels. The first call of a rank waits for the others."""

@@ -11,23 +11,20 @@ signs would cancel. The length is not part of it: compared tensors have one shap
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec.kernels import chosen
-
 _ROW = 1 << 16  # words: half a megabyte, which stays in a core's cache through all passes
+_ROWS_ON_GPU = 128  # that are summed at once: 64 MiB
 _WORD = 8  # bytes
-_AT_ONCE = 1 << 30  # bytes of GPU tensors that one launch of the kernel sums, or one larger tensor
-_HALF = np.uint64(32)  # bits
+_LOW = (1 << 32) - 1  # masks the sign, which a shift of int64 repeats
 _MODULUS = 1 << 64
 _THREAD = threading.local()
 
@@ -47,71 +44,35 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
-    """Compute the fingerprint of each (tensor, start). On a GPU with Triton: one wait, and one launch for each GiB.
-
-    At most `_AT_ONCE` bytes of the parts not summed yet are kept.
-    """
-    sums: list[int] = []  # in the order of the parts; 0 until a GPU's sums are read
-    launched: list[tuple[list[int], Tensor]] = []  # indices of parts, and their sums on a device
-    waiting: dict[torch.device, dict[int, tuple[Tensor, int]]] = {}
-    waiting_bytes: dict[torch.device, int] = {}
-
-    def launch(device: torch.device) -> None:
-        kernel = chosen.fingerprints(device, agrees)
-        assert kernel is not None
-        group = waiting.pop(device)
-        del waiting_bytes[device]
-        launched.append((list(group), kernel.sums(list(group.values()))))
-
-    for index, (tensor, start) in enumerate(parts):
-        first = _first_word(tensor, start)
-        device = tensor.device
-        if chosen.fingerprints(device, agrees) is None:
-            sums.append(_sum(tensor, first))
-            continue
-        sums.append(0)
-        waiting.setdefault(device, {})[index] = (tensor.detach().contiguous(), first)
-        waiting_bytes[device] = waiting_bytes.get(device, 0) + tensor.nbytes
-        if waiting_bytes[device] + tensor.nbytes > _AT_ONCE:
-            launch(device)
-    for device in list(waiting):
-        launch(device)
-    if launched:
-        # one wait; sums of further devices travel to the first one
-        first_device = launched[0][1].device
-        values = torch.cat([on_device.to(first_device) for _, on_device in launched]).tolist()
-        indices = itertools.chain.from_iterable(group for group, _ in launched)
-        for index, value in zip(indices, values, strict=True):
-            sums[index] = value % _MODULUS
-    return sums
-
-
-def agrees(kernel: ModuleType, device: torch.device) -> bool:
-    """Return whether the kernel computes the sums of numpy: of a whole row and more, of a part of a word, and of bytes
-    that do not begin at a multiple of 8."""
-    data = torch.arange(1 << 18, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).view(torch.uint8)
-    on_device = data.to(device)
-    pieces = ((0, 9 << 16, 5), (0, 13, 0), (3, 5 << 16, 70_000))  # first byte, end, first word
-    sums = kernel.sums([(on_device[begin:end], first) for begin, end, first in pieces]).tolist()
-    for (begin, end, first), value in zip(pieces, sums, strict=True):
-        if value % _MODULUS != _sum(data[begin:end], first):
-            return False
-    return True
+    """Compute the fingerprint of each (tensor, start). The host waits for a GPU once."""
+    return read([unread(tensor, start) for tensor, start in parts])
 
 
 def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
-    """Return what `read` makes a `fingerprint` of: for a GPU's tensor, int64 [] on its device."""
-    first = _first_word(tensor, start)
-    kernel = chosen.fingerprints(tensor.device, agrees)
-    if kernel is None:
-        return _sum(tensor, first)
-    return kernel.sums([(tensor.detach().contiguous(), first)])[0]
+    """Return what `read` makes a `fingerprint` of. Of a GPU's tensor it is int64 [] there, or 0: nobody waits."""
+    first_byte = start * tensor.element_size()
+    if first_byte % _WORD:
+        raise ValueError(
+            f"a shard that starts at byte {first_byte} of its tensor: expected a multiple of {_WORD}"
+        )
+    first = first_byte // _WORD
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = len(data) // _WORD * _WORD
+    total = _sum(data[:whole], first)
+    rest = data[whole:]
+    if len(rest):
+        word = data.new_zeros(_WORD)
+        word[: len(rest)] = rest
+        total = total + _sum(word, first + whole // _WORD)
+    return total
 
 
 def read(sums: Sequence[int | Tensor]) -> list[int]:
-    """Return fingerprints. Those on a GPU are read with one wait."""
+    """Return fingerprints. Those on GPUs are read with one wait."""
     on_device = [value for value in sums if isinstance(value, Tensor)]
-    values = iter(torch.stack(on_device).tolist() if on_device else ())
+    # sums of further devices travel to the first one
+    together = [value.to(on_device[0].device) for value in on_device]
+    values = iter(torch.stack(together).tolist() if together else ())
     fingerprints = []
     for value in sums:
         number = next(values) if isinstance(value, Tensor) else value
@@ -119,58 +80,68 @@ def read(sums: Sequence[int | Tensor]) -> list[int]:
     return fingerprints
 
 
-def _first_word(tensor: Tensor, start: int) -> int:
-    first_byte = start * tensor.element_size()
-    if first_byte % _WORD:
-        raise ValueError(
-            f"a shard that starts at byte {first_byte} of its tensor: expected a multiple of {_WORD}"
-        )
-    return first_byte // _WORD
+def _sum(data: Tensor, first: int) -> int | Tensor:
+    """Sum over bytes, a multiple of a word, that begin at word `first` of the full tensor.
 
-
-def _sum(tensor: Tensor, first: int) -> int:
-    """Sum with numpy: unlike torch it shifts unsigned integers, and each of its passes is vectorised."""
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    whole = len(data) // _WORD
-    total = _sum_of_words(data[: whole * _WORD].view(np.uint64), first)
-    rest = bytes(data[whole * _WORD :])
-    if rest:
-        last = np.frombuffer(rest.ljust(_WORD, b"\0"), np.uint64)
-        total += _sum_of_words(last, first + whole)
-    return total % _MODULUS
-
-
-def _sum_of_words(words: np.ndarray, first: int) -> int:
-    row_factors, column_factors = _factors()
-    total = 0
+    By numpy on a CPU, where torch takes half as long again. Both multiply and add modulo 2⁶⁴.
+    """
+    if not len(data):
+        return 0
+    words: Any
+    if data.is_cuda:
+        at_once = _ROWS_ON_GPU
+        if data.data_ptr() % _WORD or data.storage_offset() % _WORD:
+            data = data.clone()
+        words = data.view(torch.int64)
+    else:
+        at_once = 1
+        words = data.numpy().view(np.uint64)
+    row_factors, column_factors = _factors(data.device)
+    sums = []
     done = 0
-    buffer = _scratch()
     while done < len(words):
         # Rows are those of the full tensor, so a shard's first and last one may be partial.
-        column = (first + done) % _ROW
-        part = words[done : done + _ROW - column]
-        mixed = buffer[: len(part)]
-        np.right_shift(part, _HALF, out=mixed)
-        np.bitwise_xor(mixed, part, out=mixed)
-        np.multiply(mixed, column_factors[column : column + len(part)], out=mixed)
-        total += int(mixed.sum()) * int(row_factors[(first + done) // _ROW % _ROW])
-        done += len(part)
-    return total
+        row, column = divmod(first + done, _ROW)
+        row %= _ROW
+        width = _ROW
+        rows = min((len(words) - done) // _ROW, at_once, _ROW - row)
+        if column or not rows:
+            width = min(_ROW - column, len(words) - done)
+            rows = 1
+        part = words[done : done + rows * width].reshape(rows, width)
+        mixed = _mixed(part)
+        mixed *= column_factors[column : column + width]
+        sums.append(mixed.sum(1) * row_factors[row : row + rows])
+        done += rows * width
+    if data.is_cuda:
+        return torch.cat(sums).sum()
+    return int(np.concatenate(sums).sum())
 
 
-def _scratch() -> np.ndarray:
-    """Return this thread's row of words. New pages for every tensor would take longer than the sums."""
+def _mixed(words: Any) -> Any:
+    """Return of words [n, m] their upper half with the exclusive-or of both halves, in memory that may be changed."""
+    if isinstance(words, Tensor):
+        return ((words >> 32) & _LOW) ^ words
+    # new pages for every row would take longer than the sums
     if not hasattr(_THREAD, "row"):
-        _THREAD.row = np.empty(_ROW, np.uint64)
-    return _THREAD.row
+        _THREAD.row = np.empty((1, _ROW), np.uint64)
+    row = _THREAD.row[:, : words.shape[1]]
+    np.right_shift(words, np.uint64(32), out=row)
+    return np.bitwise_xor(row, words, out=row)
 
 
 @cache
-def _factors() -> tuple[np.ndarray, np.ndarray]:
+def _factors(device: torch.device) -> tuple[Any, Any]:
     """Return 65,536 odd numbers each for rows and columns; rows repeat them after 32 GiB."""
     index = np.arange(_ROW, dtype=np.uint64)
     odd = np.uint64(1)
-    return _mix(index + odd) | odd, _mix(index + np.uint64(1 << 40)) | odd
+    factors = _mix(index + odd) | odd, _mix(index + np.uint64(1 << 40)) | odd
+    if device.type == "cpu":
+        return factors
+    on_device = [
+        torch.from_numpy(one.view(np.int64)).to(device, non_blocking=True) for one in factors
+    ]
+    return on_device[0], on_device[1]
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -58,15 +58,6 @@ def test_losses_spill_no_register(capability: int, logits: str, tmp_path: Path) 
         print(f"{name} {constants}, sm_{capability}, {logits}: {used}")
 
 
-@pytest.mark.parametrize("capability", [90, 100])
-def test_fingerprints_spill_no_register(capability: int, tmp_path: Path) -> None:
-    from megatron_rlspec.kernels import fingerprints
-
-    pointers = {"places": "*i64", "programs": "*i64", "sums": "*i64"}
-    constants = {"BLOCK": fingerprints.BLOCK, "ROW": fingerprints.ROW}
-    print(compiled(fingerprints.add_rows, pointers, constants, capability, {"num_warps": 4}, tmp_path))
-
-
 def compiled(
     kernel: Any,
     pointers: dict[str, str],

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from host_reads import HostReads
 
-from megatron_rlspec.push.fingerprint import Difference, compare, fingerprint, fingerprints
+from megatron_rlspec.push.fingerprint import Difference, compare, fingerprint, fingerprints, of_parts
 
 ROW = 1 << 16  # words of 8 bytes
 
@@ -103,3 +104,18 @@ def test_differences_are_listed_by_name():
 def test_fingerprints_of_several_tensors_are_those_of_each():
     tensors = [torch.randn(5), torch.randn(3, 3, dtype=torch.float64), torch.empty(0)]
     assert fingerprints(tensors) == [fingerprint(tensor) for tensor in tensors] and fingerprints([]) == []
+
+
+def test_a_gpus_fingerprints_are_those_of_a_cpu():
+    """Of several widths and sizes, an empty one, one that begins at 2 bytes, and shards of larger ones; one wait."""
+    generator = torch.Generator().manual_seed(0)
+    narrow = torch.randn(20_000, generator=generator).bfloat16()
+    wide = torch.randn(131 * ROW + 5, dtype=torch.float64, generator=generator)
+    flags = torch.tensor([True, False, True])
+    given = [(narrow[:7], 0), (narrow[1:500], 0), (narrow, 4 * ROW - 4096), (flags, 0), (torch.empty(0), 0)]
+    given += [(wide, 0), (wide, ROW - 6), (wide[:ROW], 3 * ROW), (wide, 65_530 * ROW), (narrow.view(100, 200).T, 0)]
+    with HostReads() as reads:
+        reads.put(narrow, wide, flags, given[4][0])
+        found = of_parts(given)
+        assert list(reads.found.values()) == [1], reads.found
+    assert found == [fingerprint(reads.take(tensor), start) for tensor, start in given]

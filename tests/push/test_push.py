@@ -208,7 +208,7 @@ class Calls(TorchDispatchMode):
 
 
 def test_many_tensors_of_a_gpu_take_a_few_calls_a_bucket(monkeypatch):
-    """On meta tensors, without fingerprints, which test_fingerprint.py counts: each byte is read and copied once."""
+    """On meta tensors, without fingerprints: each byte is read and copied once."""
 
     class Meta(Memory):
         def _make(self, needed):

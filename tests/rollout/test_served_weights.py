@@ -7,7 +7,6 @@ import torch
 from host_reads import HostReads
 
 from megatron_rlspec.engine import EngineError
-from megatron_rlspec.kernels import chosen
 from megatron_rlspec.push.fingerprint import compare, fingerprint
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -58,17 +57,8 @@ def test_a_word_across_two_ranks_is_refused():
         held(torch.zeros(4, 6, dtype=torch.bfloat16), 1, 0, 2).placed()
 
 
-class Kernel:
-    """Sums tensors as the kernel of fingerprints does: without a wait."""
-
-    @staticmethod
-    def sums(parts):
-        return torch.stack([(1000 * tensor.double().abs().sum()).long() + first for tensor, first in parts])
-
-
-def test_a_gpu_is_waited_for_once_for_all_tensors(monkeypatch):
+def test_a_gpu_is_waited_for_once_for_all_tensors():
     """Parts of several sizes and places, a router in a wider type than pushed, and what a loader was given."""
-    monkeypatch.setattr(chosen, "fingerprints", lambda device, agrees: Kernel)
     full = [torch.randn(shape).to(torch.bfloat16) for shape in ((48, 40), (48, 40), (64, 8), (48, 40), (16, 16))]
     dtypes = [torch.bfloat16] * 5
 
@@ -88,10 +78,10 @@ def test_a_gpu_is_waited_for_once_for_all_tensors(monkeypatch):
         reads.found.clear()
         model.load_weights([(str(i), tensor) for i, tensor in enumerate(there)])
         assert not reads.found
-        assert list(deliveries.marks.values()) == [int(Kernel.sums([(tensor, 0)])) for tensor in full]
+        assert list(deliveries.marks.values()) == [fingerprint(tensor) for tensor in full]
         assert list(reads.found.values()) == [1]
     here = [TensorPart("w", reads.take(part.part), part.shape, part.dim, part.first) for part in parts]
-    assert marks == marks_of(here, dtypes) and marks[4] == int(Kernel.sums([(full[4], 0)]))
+    assert marks == marks_of(here, dtypes) and marks[4] == fingerprint(full[4])
 
 
 @pytest.mark.slow
