@@ -42,6 +42,9 @@ class RolloutCancelledError(RuntimeError):
 class Generation:
     """Takes prompts, has engines generate samples of them, and has rewards score these.
 
+    `rollout` and `evaluate` run in the caller's thread, or with `rollout.staleness` in that of `Rollouts`; `_ended` and
+    `_add` in those of engines and reward workers, for which `Drawing` has a lock. `_abort_when_cancelled` has its own.
+
     begun      groups that go on in the next rollout (`rollout.partial`)
     held_out   prompts of evaluations by the name of their set
     cancelled  when it is set, rollouts end with RolloutCancelledError

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from megatron_rlspec.config import Config
+from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
 from megatron_rlspec.push.push import exporting
@@ -111,50 +112,22 @@ class Session:
         self.interruption.defer()
 
     def _open(self, closing: ExitStack, extensions: Extensions) -> None:
+        """Open the parts of the run. The order is a contract; `closing` ends them in the opposite one.
+
+        What cannot work is refused before `_open_records`, which writes first.
+        """
         config = self.config
         self.loaded = load(config, supervised=self.supervised, generates=self.generates)
-        colocated = self.loaded.layout.colocated
-        starting: StartingRollouts | None = None
-        if self.main and self.generates:
-            starting = start_rollouts(config, self.loaded, extensions)
-            closing.callback(starting.close)
-            if not colocated:
-                starting.engines.launch()  # they start while the trainer is built
-
+        starting = self._start_rollouts(closing, extensions)
+        # The trainer is built while engines on GPUs of their own start.
         self.trainer = build_trainer(config, self.loaded, self.supervised)
         self.saver = Saver(self.trainer, self.loaded.identity)
-        state: dict[str, Any] = {}
-        drawn = Drawn()
-        if config.train.resume:
-            steps = config.sft.steps if self.supervised else config.train.steps
-            state, drawn = self.saver.load_newest(steps)
-        self.done = state.get("step", 0)
-        if state and self.loaded.data is not None:
-            self.loaded.data.order.restore(state["data"])
+        state, drawn = self._load_newest()
         self.drafting = Drafting.open(
             self.trainer, self.loaded, extensions.drafter, state, drawn.replay, self.supervised
         )
-
-        if colocated:
-            _free_memory(self.trainer)
-            if starting is not None:
-                starting.engines.launch()
-        follow = extensions.kind(config.rollout.engine).follow
-        if not self.main and self.generates and follow is not None:
-            closing.callback(follow(config))  # this rank has a part of the engines
-        engines = starting.engines.wait() if starting is not None else {}
-
-        # The first writes of the run.
-        self.records = Records(config, self.clock, self.done, self.main)
-        closing.callback(lambda: self.records.close(self.done))
-        self.results = Results(self.loaded, self.trainer, self.records)
-        self.records.logprob_gap.restore(state.get("logprob_gaps", []))
-        if self.loaded.data is not None:
-            self.records.event("data", self.loaded.data.summary)
-        self.recording: TrajectoryRecording | None = None
-        if config.train.record_gib and not self.supervised:
-            self.recording = TrajectoryRecording(self.trainer, self.records, self.done)
-
+        engines = self._await_engines(closing, starting, extensions)
+        self._open_records(closing, state)
         self.rollouts: Rollouts | None = None
         if starting is not None:
             assert self.records.recorder is not None
@@ -170,12 +143,56 @@ class Session:
             self.rollouts.start(state, drawn)
         self.rank0 = Rank0(self.main, self.rollouts, self.interruption, self._stop)
         self.evaluation = Evaluation(
-            self.trainer,
-            self.rank0,
-            self.records,
-            self.push,
-            state.get("accept_lengths", []),
+            self.trainer, self.rank0, self.records, self.push, state.get("accept_lengths", [])
         )
+
+    def _start_rollouts(
+        self, closing: ExitStack, extensions: Extensions
+    ) -> StartingRollouts | None:
+        """Start reward workers, and engines that have GPUs of their own. None on ranks above 0 and without engines."""
+        if not (self.main and self.generates):
+            return None
+        starting = start_rollouts(self.config, self.loaded, extensions)
+        closing.callback(starting.close)
+        if not self.loaded.layout.colocated:
+            starting.engines.launch()
+        return starting
+
+    def _load_newest(self) -> State:
+        """Continue from the newest checkpoint with `train.resume`. Returns its state, empty without one."""
+        state = State({}, Drawn())
+        if self.config.train.resume:
+            last = self.config.sft.steps if self.supervised else self.config.train.steps
+            state = self.saver.load_newest(last)
+        self.done = state.values.get("step", 0)
+        if state.values and self.loaded.data is not None:
+            self.loaded.data.order.restore(state.values["data"])
+        return state
+
+    def _await_engines(
+        self, closing: ExitStack, starting: StartingRollouts | None, extensions: Extensions
+    ) -> Mapping[str, RolloutEngine]:
+        """Start engines that share the ranks' GPUs, now that the trainer has its memory, and wait for all engines."""
+        if self.loaded.layout.colocated:
+            _free_memory(self.trainer)
+            if starting is not None:
+                starting.engines.launch()
+        follow = extensions.kind(self.config.rollout.engine).follow
+        if not self.main and self.generates and follow is not None:
+            closing.callback(follow(self.config))  # this rank has a part of the engines
+        return starting.engines.wait() if starting is not None else {}
+
+    def _open_records(self, closing: ExitStack, state: Mapping[str, Any]) -> None:
+        """Open records, results and the recorded trajectory."""
+        self.records = Records(self.config, self.clock, self.done, self.main)
+        closing.callback(lambda: self.records.close(self.done))
+        self.results = Results(self.loaded, self.trainer, self.records)
+        self.records.logprob_gap.restore(state.get("logprob_gaps", []))
+        if self.loaded.data is not None:
+            self.records.event("data", self.loaded.data.summary)
+        self.recording: TrajectoryRecording | None = None
+        if self.config.train.record_gib and not self.supervised:
+            self.recording = TrajectoryRecording(self.trainer, self.records, self.done)
 
     def __enter__(self) -> Session:
         return self
