@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.custom import DrafterLoss
+from megatron_rlspec.losses.choice import head_of, read
 from megatron_rlspec.losses.fused import FusedRows, Taught
-from megatron_rlspec.losses.head import DraftHead, VocabParallelHead, accumulate_in
-from megatron_rlspec.losses.plain import PlainRows, PlainTeacher, read
+from megatron_rlspec.losses.head import DraftHead, accumulate_in
+from megatron_rlspec.losses.plain import PlainRows, PlainTeacher
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
 
@@ -83,7 +84,7 @@ class Student:
         noise: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._kind = kind
-        self._head = VocabParallelHead.of(weight, temperature, tp_group, finite)
+        self._head = head_of(weight, temperature, tp_group, finite)
         self._chunk = chunk or self._head.chunk
         # the output layer of the draft vocabulary; None: that of the whole vocabulary
         self._draft_head: DraftHead | None = None

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rlspec.host import memory
-from megatron_rlspec.kernels import chosen
 from megatron_rlspec.noise import draw_each, noisy
 from megatron_rlspec.packing.transfer import to_device
 
@@ -30,6 +29,7 @@ class VocabParallelHead:
     total        token ids of all ranks together
     group        tensor-parallel ranks; None if one rank holds the whole vocabulary
     finite       whether all weights are finite, if that is known; finding out waits for the device
+    kernel       `kernels.head` where it computes the losses, None for plain torch
 
     Methods take one chunk of C rows. Results are the same on every rank of `group`, unless a docstring says otherwise.
     """
@@ -40,6 +40,7 @@ class VocabParallelHead:
     total: int
     group: dist.ProcessGroup | None
     finite: bool | None = None
+    kernel: ModuleType | None = None
 
     @classmethod
     def of(
@@ -79,11 +80,6 @@ class VocabParallelHead:
         if self.weight.is_cuda:
             return 1024
         return min(max(LOGITS_ON_CPU // self.width, 32), 1024)
-
-    @cached_property
-    def kernel(self) -> ModuleType | None:
-        """Return `kernels.head` where it computes the losses, None for plain torch."""
-        return chosen.head(self.weight, self.group)
 
     def rows_of(self, mask: Tensor, labels: Tensor) -> Tensor:
         """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id.
@@ -302,6 +298,7 @@ class DraftHead(VocabParallelHead):
             total=full.total,
             group=full.group,
             finite=full.finite if own is None else own_finite,
+            kernel=full.kernel,
             own=None if own is None else rows,
             ids=to_device(ids, full.weight.device),
             columns=columns,

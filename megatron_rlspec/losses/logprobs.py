@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rlspec.losses.head import VocabParallelHead, accumulate_in
-from megatron_rlspec.losses.plain import read
+from megatron_rlspec.losses.choice import head_of, policy_gradient, read
+from megatron_rlspec.losses.head import accumulate_in
 from megatron_rlspec.packing.transfer import to_device
 
 Observer = Callable[[Tensor, Tensor, Tensor], None]  # such as `Student.observe`
@@ -45,7 +45,7 @@ def policy_logprobs(
                   compute the losses, the scores are the raw logits, and the log-sum-exp is that of logits / temperature
     finite        as in `VocabParallelHead`
     """
-    head = VocabParallelHead.of(weight, temperature, tp_group, finite)
+    head = head_of(weight, temperature, tp_group, finite)
     if mask is None:
         mask = torch.ones_like(labels)
     chosen = head.rows_of(mask, labels)
@@ -96,33 +96,10 @@ class _LogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=entropy.dtype)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            if head.kernel is not None:
-                grad = head.logits(hidden[part])
-                above = grad_picked[part] / head.temperature
-                spread = None
-                if with_entropy:
-                    spread = grad_entropy[part] / head.temperature, entropy[part]
-                head.kernel.write_label(
-                    grad,
-                    head.width,
-                    head.temperature,
-                    lses[part],
-                    head.places(labels[part]),
-                    above,
-                    spread,
-                )
-            else:
-                logp = head.scores(hidden[part])
-                logp.sub_(lses[part, None])
-                p = logp.exp()
-                if with_entropy:
-                    spread = logp.add_(entropy[part, None])
-                    spread.mul_(-grad_entropy[part, None])
-                    grad = p.mul_(spread - grad_picked[part, None])
-                else:
-                    grad = p.mul_(-grad_picked[part, None])
-                grad = head.add_at(grad, labels[part], grad_picked[part])
-                grad = grad.div_(head.temperature).to(hidden.dtype)
+            spread = (grad_entropy[part], entropy[part]) if with_entropy else None
+            grad = policy_gradient(
+                head, hidden[part], labels[part], lses[part], grad_picked[part], spread
+            )
             grad_hidden[part] = head.back(grad)
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]

@@ -12,19 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.custom import DrafterLoss, DrafterRows, FunctionError, checked, named
-from megatron_rlspec.losses.fused import FusedRows
 from megatron_rlspec.losses.head import DraftHead, VocabParallelHead
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
-
-
-def read(
-    head: VocabParallelHead, hidden: Tensor, labels: Tensor, with_entropy: bool = False
-) -> FusedRows | PlainRows:
-    """Read the rows `hidden [C, H]`, by kernels where they compute the losses."""
-    if head.kernel is None:
-        return PlainRows(head, hidden, labels, with_entropy)
-    return FusedRows(head, head.logits(hidden), labels, with_entropy)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args
 from unittest import mock
 
@@ -15,6 +16,7 @@ from interpreted import Interpreter, interpreter
 from mtp_ranks import group_of
 
 from megatron_rlspec.kernels import chosen
+from megatron_rlspec.losses import choice
 from megatron_rlspec.losses.drafter import Kind, Student
 from megatron_rlspec.losses.fused import FusedRows, Taught
 from megatron_rlspec.losses.head import DraftHead, VocabParallelHead
@@ -111,7 +113,7 @@ def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 def check(kernel: Interpreter, case: dict[str, Any]) -> None:
     width = case["student"].shape[1]
     weight = torch.empty(width, 1, dtype=case["student"].dtype)
-    full = VocabParallelHead.of(weight, case["temperature"], None)
+    full = replace(VocabParallelHead.of(weight, case["temperature"], None), kernel=kernel.head)
     head = full if case["words"] is None else DraftHead.of_words(full, case["words"])
     student = case["student"] if case["words"] is None else case["student"].index_select(1, case["words"])
     labels, scales = case["labels"], case["scales"]
@@ -256,7 +258,7 @@ def test_what_is_not_a_number_stays_so(kernel: Interpreter) -> None:
 def test_a_kernel_is_chosen_if_its_losses_are_right(kernel: Interpreter) -> None:
     head, cpu = kernel.head, torch.device("cpu")
     with mock.patch.object(head, "BLOCK", 1024):
-        assert chosen.losses_agree(head, cpu)
+        assert choice.agrees(head, cpu)
         write = head.write_against
 
         def wrong(logits: torch.Tensor, *rest: Any) -> Any:
@@ -265,7 +267,7 @@ def test_a_kernel_is_chosen_if_its_losses_are_right(kernel: Interpreter) -> None
             return result
 
         with mock.patch.object(head, "write_against", wrong):
-            assert not chosen.losses_agree(head, cpu)
+            assert not choice.agrees(head, cpu)
 
 
 def steps_in_worker(rank: int) -> list[dict[str, torch.Tensor]]:

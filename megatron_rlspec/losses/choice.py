@@ -1,0 +1,124 @@
+"""Losses by kernels or in plain torch: which of them a rank takes, and what both have in common.
+
+Shapes as in `losses/drafter.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rlspec.kernels import chosen
+from megatron_rlspec.losses.fused import FusedRows, Taught
+from megatron_rlspec.losses.head import VocabParallelHead
+from megatron_rlspec.losses.plain import PlainRows, PlainTeacher
+from megatron_rlspec.noise import draw
+
+
+def head_of(
+    weight: Tensor, temperature: float, group: dist.ProcessGroup | None, finite: bool | None
+) -> VocabParallelHead:
+    """Return the head of `weight [V/tp, H]`, whose losses kernels compute if they are right on all ranks of `group`."""
+    head = VocabParallelHead.of(weight, temperature, group, finite)
+    return replace(head, kernel=chosen.head(head.weight, agrees, head.group))
+
+
+def read(
+    head: VocabParallelHead, hidden: Tensor, labels: Tensor, with_entropy: bool = False
+) -> FusedRows | PlainRows:
+    """Read the rows `hidden [C, H]` of the policy."""
+    if head.kernel is None:
+        return PlainRows(head, hidden, labels, with_entropy)
+    return FusedRows(head, head.logits(hidden), labels, with_entropy)
+
+
+def policy_gradient(
+    head: VocabParallelHead,
+    hidden: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    on_logprob: Tensor,
+    entropy: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return `on_logprob [C]` times the gradient of log p(label) in the logits, `[C, width]`, plus that of the entropy.
+
+    lse      as `read` found it
+    entropy  ([C] factor of its gradient, [C] entropy)
+    """
+    if head.kernel is not None:
+        logits = head.logits(hidden)
+        above = on_logprob / head.temperature
+        if entropy is not None:
+            entropy = entropy[0] / head.temperature, entropy[1]
+        head.kernel.write_label(
+            logits, head.width, head.temperature, lse, head.places(labels), above, entropy
+        )
+        return logits
+    logp = head.scores(hidden)
+    logp.sub_(lse[:, None])
+    p = logp.exp()
+    if entropy is not None:
+        on_entropy, value = entropy
+        spread = logp.add_(value[:, None])
+        spread.mul_(-on_entropy[:, None])
+        grad = p.mul_(spread - on_logprob[:, None])
+    else:
+        grad = p.mul_(-on_logprob[:, None])
+    grad = head.add_at(grad, labels, on_logprob)
+    return grad.div_(head.temperature).to(hidden.dtype)
+
+
+@torch.no_grad()
+def agrees(kernel: ModuleType, device: torch.device) -> bool:
+    """Return whether `kernel` finds losses and gradients of plain torch, on 4 rows in float32 and in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(8, 16, generator=generator)
+    words = torch.randn(2500, 16, generator=generator)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
+        hidden, taught = rows.to(device, dtype).chunk(2)
+        weight = words.to(device, dtype)
+        plain = VocabParallelHead.of(weight, 0.9, None, finite=True)
+        index = torch.arange(len(hidden), device=device)
+        labels = draw(plain.logits(hidden).float() / plain.temperature, index, index)
+        found = _results(replace(plain, kernel=kernel), hidden, taught, labels)
+        expected = _results(plain, hidden, taught, labels)
+        near = []
+        for ours, right, allowed in zip(found, expected, (1e-4, tolerance, 0.0), strict=True):
+            for a, b in zip(ours, right, strict=True):
+                near.append((a - b).float().norm() <= allowed * b.float().norm())
+        if not bool(torch.stack(near).all()):
+            return False
+    return True
+
+
+def _results(
+    head: VocabParallelHead, hidden: Tensor, taught: Tensor, labels: Tensor
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return losses [C] and gradients [C, H] of policy and drafter; likeliest words, and whether coupled drafts are
+    the labels. Row i has the noise of seed i and key i.
+    """
+    policy = read(head, hidden, labels, with_entropy=True)
+    given = read(head, taught, labels)
+    rows = torch.arange(len(hidden), device=hidden.device)
+    noise = rows, rows
+    student: FusedRows | PlainRows
+    if head.kernel is None:
+        logp = PlainTeacher(head, given.scores.sub_(given.lse[:, None]))
+        student = PlainRows(head, hidden, labels, teacher=logp, noise=noise)
+    else:
+        teacher = Taught(head, given.scores, given.lse, rows)
+        student = FusedRows(head, head.logits(hidden), labels, teacher=teacher, noise=noise)
+    best, best_logprob = student.best()
+    coupled = student.coupled()
+    ones = torch.ones_like(policy.logprob)
+    overlap, divergence = student.against(ones)
+    losses = [policy.logprob, policy.value, best_logprob, overlap, divergence]
+    gradients = [student.back()]
+    for entropy in (None, (ones, policy.value)):
+        gradient = policy_gradient(head, hidden, labels, policy.lse, ones, entropy)
+        gradients.append(head.back(gradient))
+    return losses, gradients, [best, coupled]
