@@ -21,18 +21,12 @@ logger = logging.getLogger(__name__)
 def sampling(logits: Tensor) -> ModuleType | None:
     """Return `kernels.sampling` if it draws from these logits, None for plain torch.
 
-    It does on a CUDA device with Triton, if it draws the tokens there that plain torch draws.
+    It does on a CUDA device with Triton, if it draws the tokens there that plain torch draws. The first call compares
+    them, so it comes before graphs are captured.
     """
     if not logits.is_cuda or logits.dtype == torch.float64 or not torch.cuda.is_available():
         return None
     return _choose("sampling", draws_agree, "tokens are drawn", logits.device)
-
-
-def prepare() -> None:
-    """Choose for the current CUDA device, before graphs are captured: in a capture the host cannot compare tokens."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-        _choose("sampling", draws_agree, "tokens are drawn", device)
 
 
 def draws_agree(kernel: ModuleType, device: torch.device) -> bool:

@@ -45,7 +45,8 @@ def active(settings: Settings) -> bool:
 
 
 def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
-    chosen.prepare()
+    # the choice waits for the device, which the capture of a graph cannot
+    chosen.sampling(torch.empty(0, device=drafter.draft_runner.device))
     CoupledDrafts(drafter)
 
 
