@@ -1,10 +1,19 @@
 """Commands themselves: names, arguments, ranks, rewards and durations of rounds, before anything starts."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from harness import Case, check, ids, model_files, write_model
+
+from megatron_rlspec.config import load
+from megatron_rlspec.rollout.sglang.http import serve
+from megatron_rlspec.run import state_file
+from megatron_rlspec.run.checkpoints import Checkpoints
+from megatron_rlspec.types import Group, Prompt
 
 TRAIN = "train --model.path model --data.path rows.jsonl --model.max_length 64 --rollout.max_new_tokens 32 "
 TORCHRUN = {
@@ -74,7 +83,58 @@ COMMANDS = [
     ),
 ]
 
-CASES = REWARDS + DURATIONS + COMMANDS
+
+# ---- what the first look cannot see: a run's model, a checkpoint's state, a server ----------------------------------
+
+
+def opened(here: Path) -> None:
+    """Open a run of a dense model with split experts, which must fail before it starts engines or trainer."""
+    from megatron_rlspec.run.session import Session
+
+    paths = {"model.path": "model", "data.path": "rows.jsonl", "train.run_dir": "run"}
+    Session(load(None, {name: str(here / path) for name, path in paths.items()} | {"parallel.expert": "2"}))
+
+
+def read_state(here: Path) -> state_file.State:
+    checkpoints = Checkpoints(here)
+    return checkpoints.read_state(checkpoints.path(2))
+
+
+def state(content: bytes | None) -> Callable[[Path], None]:
+    """Write the state of a checkpoint, which is then missing or damaged."""
+
+    def write(here: Path) -> None:
+        file = here / "checkpoints/step-000002.state"
+        state_file.write(file, {}, state_file.Drawn([Group(Prompt(0, np.arange(2)), [])]))
+        assert read_state(here).drawn.ahead
+        file.unlink() if content is None else file.write_bytes(content)
+
+    return write
+
+
+def port_taken(here: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        serve.main(["--model", str(here), "--port", str(taken.getsockname()[1])])
+
+
+MODEL = {"config.json": '{"torch_dtype": "float32"}'}
+STARTED = [
+    Case("dense experts", opened, ("config.json of", "parallel.expert=2"), run_with()),
+    Case("state missing", read_state, ("no such file", "earlier version", "step-000002 to go on"), state(None)),
+    Case("state cut", read_state, ("step-000002.state: its checksum differs",), state(b"\x92\x82")),
+    Case("serve port taken", port_taken, ("cannot listen on 127.0.0.1:", "Address already in use"), MODEL),
+]
+SERVE = [
+    ("--device cpu --speculative-use-rejection-sampling", "--speculative-use-rejection-sampling", "--spec off"),
+    ("--device cpu --disaggregation-mode prefill", "--disaggregation-mode", "--spec off"),
+    ("--device cpu --draft-vocabulary 9 --tp 2", "--draft-vocabulary 9", "a multiple of 2"),
+]
+if not torch.cuda.is_available():
+    SERVE.append(("--device cuda", "--device cuda", "no CUDA device"))
+for text, *words in SERVE:
+    STARTED.append(Case(f"serve {text}", f"serve --model {{here}} --port 31997 {text}", tuple(words), MODEL))
+
+CASES = REWARDS + DURATIONS + COMMANDS + STARTED
 
 
 @pytest.fixture(scope="module", autouse=True)
