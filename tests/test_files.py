@@ -1,14 +1,18 @@
-"""Files are read with limits, and written whole or not at all."""
+"""Files are read with limits, and written whole or not at all; groups are read back from bytes."""
 
 import errno
 import os
 from contextlib import redirect_stderr
 
+import msgspec
+import numpy as np
 import pytest
 
 from megatron_rlspec import files
 from megatron_rlspec.files import FileError
 from megatron_rlspec.records.recorder import Recorder, read_records
+from megatron_rlspec.types import Group, Prompt, Sample
+from megatron_rlspec.wire import decode, encode
 
 
 @pytest.mark.parametrize(
@@ -108,3 +112,21 @@ def test_a_line_that_nobody_can_read_ends_nothing(tmp_path):
             with redirect_stderr(stream):
                 Recorder(tmp_path).event("push", "is late")
     assert [row["message"] for row in read_records(tmp_path / "events.jsonl")] == ["is late", "is late"]
+
+
+def groups():
+    prompt = Prompt(3, np.array([1, 2]), "label", "text", {"a": 1})
+    tokens = np.array([1, 2, 3])
+    zeros = np.zeros(3, np.float32)
+    return [Group(prompt, [Sample("r.", prompt, tokens, zeros, zeros)])]
+
+
+def test_groups_come_back():
+    [group] = decode(encode(groups()), list[Group])
+    assert group.prompt.tokens.tolist() == [1, 2] and group.samples[0].behaviour_logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize("data", [b"", encode(groups())[:-1], encode(3), encode([{"prompt": 3}])])
+def test_other_bytes_are_refused(data):
+    with pytest.raises(msgspec.DecodeError):
+        decode(data, list[Group])

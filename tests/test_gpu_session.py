@@ -1,4 +1,4 @@
-"""benchmarks/gpu_session.py: what it decides, and its parts on a CPU."""
+"""benchmarks/gpu_session.py: what it decides, its parts on a CPU, and the models that it widens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu.widen import Shape, widened_shape
+from gpu.widen import Shape, Widening, main, widened_shape
+from short_run import run
+from transformers import AutoModelForCausalLM
 
 from megatron_rlspec.extensions.migration.plans import round_costs
+from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -259,3 +262,54 @@ def test_drafts_leave_the_distribution_as_it_is_in_bfloat16(tmp_path):
     p = {row["what"]: row["value"] for row in rows if row.get("part") == "lossless" and row["kind"] == "figure"}
     assert p["drafts: probability of such a difference"] > 1e-4
     assert p["plain at temperature 0.7: probability of such a difference"] < 1e-6
+
+
+WIDER = ("--times", "4", "--head-size", "32", "--kv-heads", "4", "--ffn", "160", "--layers", "6")
+
+
+def widened(start, folder):
+    main([str(start / "model"), str(folder / "model"), *WIDER])
+    (folder / "task").symlink_to(start / "task")
+    return folder
+
+
+def test_logits_are_the_narrow_models(start, tmp_path):
+    wide = widened(start, tmp_path)
+    narrow_shape = Shape.of_config(read_hf(start / "model")[0])
+    wide_shape = Shape.of_config(read_hf(wide / "model")[0])
+    assert wide_shape.hidden == 4 * narrow_shape.hidden and wide_shape.layers == 6
+
+    tokens = torch.randint(0, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    narrow_logits, wide_logits = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)(tokens).logits.detach()
+        for model in (start / "model", wide / "model")
+    )
+    spread = narrow_logits.std()
+    assert (wide_logits - narrow_logits).abs().max() < 1e-6 * spread
+
+
+@pytest.mark.slow
+def test_a_step_of_rl_with_its_push_is_the_narrow_models(start, tmp_path):
+    """Two steps: the second rollout comes from engines that got the first step's policy and drafter by a push."""
+    wide = widened(start, tmp_path)
+    options = {"train__steps": 2, "rollout__engine": "embedded", "spec__mode": "fixed", "optimizer__lr": 1e-5}
+    records = []
+    for name, folder in (("narrow", start), ("wide", wide)):
+        run(folder, tmp_path / name, **options)
+        records.append(read_records(tmp_path / name / "metrics.jsonl"))
+    for narrow_step, wide_step in zip(*records, strict=True):
+        for name in ("rollout/reward", "rollout/accept_length", "rollout/response_tokens"):
+            assert wide_step[name] == narrow_step[name]
+        for name in ("policy/entropy", "drafter/loss_1"):
+            assert abs(wide_step[name] - narrow_step[name]) < 1e-4 * narrow_step[name]
+
+    narrow_config, narrow_tensors = read_hf(start / "model")
+    wide_config, before = read_hf(wide / "model")
+    _, after = read_hf(tmp_path / "wide/hf")
+    widening = Widening(Shape.of_config(narrow_config), Shape.of_config(wide_config))
+    for name, tensor in before.items():
+        added = torch.ones_like(tensor, dtype=torch.bool)
+        if name in narrow_tensors:
+            added = widening.tensor(name, torch.ones_like(narrow_tensors[name])) == 0
+        assert after[name][added].equal(tensor[added]), name
+        assert added.all() or not after[name].equal(tensor), name

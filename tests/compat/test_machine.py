@@ -1,9 +1,15 @@
-"""What `rlspec doctor` reports about a GPU machine, from invented facts, and how it reads them."""
+"""What `rlspec doctor` reports about a GPU machine, and a Transformer Engine that is installed and does not load."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_mimo
 
 from megatron_rlspec.compat import machine
 from megatron_rlspec.compat.machine import Machine
@@ -60,3 +66,69 @@ def test_facts_are_read_without_an_import_of_torch_or_a_cuda_context(monkeypatch
     assert machine._driver_cuda() == (13, 1)
     monkeypatch.setattr(machine, "Path", lambda folder: tmp_path)
     assert machine.visible_gpus() == 2
+
+
+ERRORS = {
+    "a library": 'raise OSError("libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit")',
+    "its PyTorch part": 'raise ImportError("transformer_engine_torch.so: undefined symbol: _ZN3c105ErrorC2")',
+}
+CONFIG = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=256)
+CONFIG["max_position_embeddings"] = 8192
+
+
+def run(tmp_path: Path, error: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python where Transformer Engine is a package of which one module raises `error` when it is imported."""
+    package = tmp_path / "installed/transformer_engine"
+    (package / "pytorch").mkdir(parents=True)
+    broken = "pytorch/__init__.py" if "ImportError" in error else "__init__.py"
+    (package / "__init__.py").touch()
+    (package / broken).write_text(error)
+    info = tmp_path / "installed/transformer_engine-2.20.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
+    return python(tmp_path / "installed", *arguments)
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, which looks for packages in `folder` first."""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "Transformer Engine" in line or "transformer_engine" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_trainer_is_imported_without_it(tmp_path, error):
+    code = "from megatron_rlspec.train import optimizer, runtime; print(runtime.has_transformer_engine())"
+    done = run(tmp_path, ERRORS[error], "-c", code)
+    assert done.returncode == 0 and done.stdout.split() == ["False"], done.stderr[-2000:]
+    (said,) = lines(done.stderr)
+    assert said.startswith("Transformer Engine is installed but does not load, so layers are plain torch: ")
+    assert said.endswith(ERRORS[error].split('"')[1].split("\\n")[0])
+
+
+@pytest.mark.slow
+def test_flash_mla_without_a_driver_is_left_out(tmp_path):
+    """SGLang brings it, megatron-core imports it, and it needs libcuda.so.1, which a login node does not have."""
+    package = tmp_path / "flash_mla"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise OSError("Could not load this library: flash_mla/cuda.abi3.so")')
+    done = python(tmp_path, "-c", "from megatron_rlspec.train import runtime")
+    assert done.returncode == 0 and "flash_mla" not in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_commands_say_so_in_one_line(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    train = ("train", "--dry-run", "--model.path", str(tmp_path / "model"), "--data.path", "rows.jsonl")
+    for name, arguments in {"train": train, "doctor": ("doctor", "--gpu")}.items():
+        done = run(tmp_path / name, ERRORS["a library"], "-m", "megatron_rlspec.cli", *arguments)
+        assert done.returncode == int(name == "doctor"), done.stderr[-2000:]
+        assert "Traceback" not in done.stdout + done.stderr
+        (said,) = (line for line in lines(done.stdout + done.stderr) if "undefined symbol" in line)
+        assert "does not" in said

@@ -1,4 +1,4 @@
-"""An engine on the trainer's devices sleeps while training and is given all weights when it wakes."""
+"""An engine on the trainer's devices sleeps while training; a rank that waits does not occupy its GPU."""
 
 import time
 from types import SimpleNamespace
@@ -68,3 +68,23 @@ def test_an_engine_that_is_restarted_sleeps_during_the_step_too():
     new.sleep.assert_called_once_with()
     engines.wake()
     new.wake.assert_called_once_with()
+
+
+OPTIONS = {
+    "rollout__engine": "embedded",
+    "spec__mode": "fixed",
+    "train__steps": 2,
+    "train__eval_prompts": 1,
+    "train__record_gib": 1,
+    "parallel__tensor": 2,
+}
+
+
+@pytest.mark.slow
+def test_no_host_waits_on_the_device(start, tmp_path):
+    arguments = words(start, tmp_path, "train", OPTIONS)
+    ended = forked.run_module("waiting_run", arguments, folder=TESTS, ranks=2)
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
+    waits = {line.split()[1] for line in ended.stdout.splitlines() if line.startswith("WAIT ")}
+    assert waits, "the fake backend was not used"
+    assert all(file.startswith(("train/", "losses/", "packing/")) for file in waits), waits

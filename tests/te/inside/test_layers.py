@@ -1,10 +1,11 @@
-"""The layers that our specs become, and their parameters."""
+"""The layers that our specs become, their parameters, and where they wait for a GPU."""
 
 import re
 
 from moe_oracles import GLM4_MOE
 from test_experts import SMALL
 from test_experts import build as build_experts
+from test_host_sync import A_STEP, waits
 from test_parallel_equality import PLAIN, build
 from train_ranks import on_ranks
 
@@ -53,3 +54,14 @@ def test_the_transformer_engine_branch_is_taken():
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
     assert len([name for name in names if ".experts.linear_fc1." in name]) == GLM4_MOE["n_routed_experts"]
+
+
+# The stand-ins of these two kernels read lengths of sequences; NVIDIA's are given them on the device.
+STAND_INS = {"TEDotProductAttention.forward", "fused_apply_rotary_pos_emb_thd"}
+
+
+def test_a_micro_batch_waits_nowhere():
+    (((two, _), (three, _)),) = on_ranks(1, waits, "ce")
+    each = three - two
+    assert {place.split(":")[1] for place in each} == STAND_INS
+    assert set(two - each - each) <= set(A_STEP)

@@ -1,0 +1,153 @@
+"""Parts of a run, without ranks and engines: records, mini-batches, results, digests."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_rlspec.config import load
+from megatron_rlspec.conversion.drafter_files import read_model
+from megatron_rlspec.models.directory import check_model
+from megatron_rlspec.models.hf_files import publish, read_hf
+from megatron_rlspec.models.names import drafter_names
+from megatron_rlspec.records.clock import Clock
+from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.run import identity
+from megatron_rlspec.run.batches import mini_batches
+from megatron_rlspec.run.engines import report_slow_sampling
+from megatron_rlspec.run.recording import Records
+from megatron_rlspec.run.result import build_result
+from megatron_rlspec.types import Group, Prompt
+
+
+@pytest.fixture
+def config(tmp_path):
+    return load(None, {"data.path": "d", "train.steps": "6", "train.run_dir": str(tmp_path), "log.sinks": ""})
+
+
+def test_a_resumed_run_says_where_it_is_and_which_options_changed(config, tmp_path):
+    Records(config, Clock(), 0, True).close(0)
+    record = {"step": 2, "rollout/tokens_so_far": 40.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 2e-5})})
+    records = Records(changed, Clock(), 3, True)
+    (event,) = read_records(tmp_path / "events.jsonl")
+    assert event["message"] == "resumed at step 3 of 6; changed: optimizer.lr 1e-06 → 2e-05"
+    (step,) = records.steps(4)
+    records.write(step, {"rollout/response_tokens": 2.0})
+    assert read_records(tmp_path / "metrics.jsonl")[-1]["rollout/tokens_so_far"] == 42.0
+
+
+@pytest.mark.parametrize(
+    ("option", "limit"),
+    [({}, 0.01), ({"rollout.staleness": "1"}, 0.5), ({"rollout.partial": "2"}, 0.5), ({"health.logprob_gap": "3"}, 3)],
+    ids=str,
+)
+def test_log_probs_of_an_older_policy_may_differ_by_what_was_learnt(option, limit):
+    config = load(None, {"model.dtype": "float32"} | option)
+    assert Records(config, Clock(), 0, main=False).logprob_gap.limit == limit
+
+
+def test_a_step_is_bad_only_if_all_its_updates_were_skipped(config, tmp_path):
+    """Of four updates one, then all, and then one of the drafter's."""
+    records = Records(config, Clock(), 0, True)
+    bad_steps = []
+    for step, values in zip(records.steps(3), ({"policy": 0.25}, {"policy": 1.0}, {"drafter": 0.25}), strict=True):
+        records.write(step, {f"{side}/skipped": share for side, share in values.items()})
+        bad_steps.append(records.bad_steps)
+    assert bad_steps == [0, 1, 0]
+    assert [event["message"] for event in read_records(tmp_path / "events.jsonl")] == [
+        "step 1: loss or gradient norm of policy not finite; 25% of the step's updates skipped",
+        "step 2: loss or gradient norm of policy not finite; step skipped",
+        "step 3: loss or gradient norm of drafter not finite; 25% of the step's updates skipped",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "updates", "ends"),
+    [
+        ([3, 1, 2, 2], 1, [8]),
+        ([3, 1, 2, 2], 2, [4, 8]),
+        ([3, 1, 2, 2, 1], 2, [6, 9]),
+        ([3, 1], 5, [3, 4]),  # a replay of a run with fewer prompts
+    ],
+)
+def test_all_samples_of_a_prompt_are_in_one_mini_batch(sizes, updates, ends):
+    groups = [Group(Prompt(i, np.zeros(1, np.int64)), [None] * size) for i, size in enumerate(sizes)]
+    assert mini_batches(groups, updates) == [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def test_a_drafter_that_is_not_trained_lies_in_the_result_as_it_came(start, tmp_path):
+    hf_config, tensors = read_model(start / "model")
+    config = load(None, {"model.path": str(start / "model"), "drafter.train": "false"})
+    policy = {name: tensors[name] + 1 for name in tensors.keys() - drafter_names(hf_config)}
+    loaded = SimpleNamespace(hf_config=hf_config, tensors=tensors)
+    given = (config.model.path, config.drafter, loaded, lambda scope: policy.items())
+    ((target, directory),) = build_result(*given, tmp_path / "hf", None).items()
+    publish(directory, target)
+    check_model(target, "serve", drafter=True)
+    written = read_hf(target)[1]
+    assert written.keys() == tensors.keys() > policy.keys()
+    assert all(written[name].equal(policy.get(name, tensors[name])) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "events"), [("cuda", "torch", 1), ("cuda", "triton", 0), ("cpu", "torch", 0)]
+)
+def test_plain_torch_on_a_gpu_is_an_event(device: str, kernels: str, events: int) -> None:
+    recorded = []
+    recorder = SimpleNamespace(event=lambda kind, message, **fields: recorded.append((kind, fields)))
+    engine = SimpleNamespace(describe=lambda: {"device": device, "kernels": kernels})
+    report_slow_sampling(recorder, {"engine-0": engine})
+    assert recorded == [("kernels", {"engine": "engine-0"})] * events
+
+
+def big(folder, header=b"h" * 900):
+    """Write a weights file above `identity.WHOLE`."""
+    folder.mkdir()
+    size = identity.WHOLE + (1 << 20)
+    content = len(header).to_bytes(8, "little") + header + np.random.default_rng(0).bytes(size)
+    (folder / "model.safetensors").write_bytes(content)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_copy_is_the_same_and_changes_are_seen(tmp_path):
+    model = big(tmp_path / "a")
+    before = identity.of_model(model)
+    assert identity.of_model(shutil.copytree(model, tmp_path / "b")) == before
+    for place in (-1, 0, 8 + 899, 12):  # the last sample, and the header
+        flip(tmp_path / "b/model.safetensors", place)
+        assert identity.of_model(tmp_path / "b") != before
+        flip(tmp_path / "b/model.safetensors", place)
+    assert identity.of_model(tmp_path / "b") == before
+    with (tmp_path / "b/model.safetensors").open("ab") as file:
+        file.write(b"0")
+    assert identity.of_model(tmp_path / "b") != before
+    (model / "chat_template.jinja").write_text("x")
+    assert identity.of_model(model) != before
+
+
+def test_rows_are_their_contents_in_their_order():
+    def rows(*tokens, **fields):
+        return [Prompt(i, np.array([t]), **fields) for i, t in enumerate(tokens)]
+
+    known = identity.of_rows(rows(1, 2))
+    assert known == identity.of_rows(iter(rows(1, 2)))
+    others = [
+        rows(2, 1),
+        rows(1, 2, 3),
+        rows(1),
+        rows(1, 2, label="x"),
+        rows(1, 2, text="x"),
+        rows(1, 2, metadata={"a": 1}),
+    ]
+    assert known not in [identity.of_rows(other) for other in others]
