@@ -105,15 +105,8 @@ def page_with(folder, texts):
     return page_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("none.jsonl", "", "no metrics.jsonl with at least one step"),
-        ("metrics.jsonl", '{"step": 0', "at least one step"),  # torn by a killed run
-    ],
-)
-def test_a_directory_without_a_step_is_refused(tmp_path, capsys, name, content, message):
-    (tmp_path / name).write_text(content)
+def test_a_directory_without_a_step_is_refused(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0')  # torn by a killed run
     with pytest.raises(SystemExit) as ended:
         report.main([str(tmp_path)])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
+    assert ended.value.code == 2 and "no metrics.jsonl with at least one step" in capsys.readouterr().err

@@ -20,6 +20,11 @@ from megatron_rlspec.types import Prompt, Request, Sample, Sampling
 SAMPLING = Sampling()
 
 
+def drawn(request: Request) -> Sample:
+    tokens = np.array([*request.prompt.tokens, request.seed])
+    return Sample(request.id, request.prompt, tokens, np.ones(len(tokens)), np.zeros(len(tokens)))
+
+
 class Engine:
     """Finishes one sample at a time; fails permanently after `dies_after` samples."""
 
@@ -52,11 +57,9 @@ class Engine:
                 self.held -= 1
                 self.drawn.append(request.id)
                 self.prompts.add(request.prompt.id)
-            tokens = np.array([*request.prompt.tokens, request.seed])
-            sample = Sample(request.id, request.prompt, tokens, np.ones(len(tokens)), np.zeros(len(tokens)))
-            samples.append(sample)
+            samples.append(drawn(request))
             if on_sample:
-                on_sample(sample)
+                on_sample(samples[-1])
         return samples
 
     def fingerprints(self) -> dict[str, int]:
@@ -110,16 +113,14 @@ class Slots(Engine):
             self.queue = [r for r in self.queue if r not in ended]
         for request in ended:
             del left[request.id]
-            drawn = request.aborted()
             if request.id in self.aborted:
                 self.aborted.remove(request.id)
                 self.gave.add(request.id)
+                samples.append(request.aborted())
             else:
                 self.drawn.append(request.id)
-                tokens = np.array([*request.prompt.tokens, request.seed])
-                drawn = Sample(request.id, request.prompt, tokens, np.ones(len(tokens)), np.zeros(len(tokens)))
-            samples.append(drawn)
-            on_sample(drawn)
+                samples.append(drawn(request))
+            on_sample(samples[-1])
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self.lock:

@@ -26,6 +26,7 @@ from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
 
 SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in names_where(lambda record: record.served)}
@@ -56,13 +57,6 @@ def served_model(request, tmp_path_factory) -> Iterator[tuple[SGLangEngine, dict
 def drawn(engine: SGLangEngine, temperature: float = TEMPERATURE) -> list[Sample]:
     asked = [Request(f"r{i}.", Prompt(i, np.arange(3, 8 + i)), seed=i) for i in range(4)]
     return engine.generate(asked, Sampling(temperature=temperature, max_new_tokens=24, ignore_eos=True))
-
-
-def accept_length(samples: Sequence[Sample]) -> float:
-    rounds = np.zeros(4)
-    for sample in samples:
-        rounds[: len(sample.accepted)] += sample.accepted
-    return 1 + float(rounds @ np.arange(4) / rounds.sum())
 
 
 def agrees_with_transformers(samples: Sequence[Sample], config: dict[str, Any], tensors: Tensors, folder: Path) -> None:
@@ -129,9 +123,9 @@ def test_a_push_changes_what_the_engine_computes(served_model, tmp_path):
     own = set(name_table(config).drafter_names)
     engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
     assert not pusher.push(2, lambda scope: [(n, t) for n, t in good.items() if n not in own], "target").failed
-    random = accept_length(drawn(engine, 0.0))
+    random = accept_length(pooled(sample.accepted for sample in drawn(engine, 0.0)))
     assert not pusher.push(3, lambda scope: [(n, t) for n, t in good.items() if n in own], "drafter").failed
-    trained = accept_length(drawn(engine, 0.0))
+    trained = accept_length(pooled(sample.accepted for sample in drawn(engine, 0.0)))
     print(f"accept length: random drafter {random:.2f}, agreeing drafter {trained:.2f}")
     assert random < 1.5 and trained > 3
     agrees_with_transformers(drawn(engine), config, good, tmp_path / "good")

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from test_experts import SMALL
+from test_model_parity import Engine as EngineOfMtp
+from test_model_parity import directional
 from train_ranks import HF_CONFIG, batches, config, digest, moments, on_ranks, samples
 
 from megatron_rlspec.config import ConfigError
@@ -62,23 +64,12 @@ def own_batches(trainer, seed=0):
     return batches(samples(9, seed), trainer.config)
 
 
-class Engine:
+class Engine(EngineOfMtp):
     """EAGLE-3 as SGLang's models/llama_eagle3.py and speculative/eagle_worker_v2.py run it: one token per call."""
 
     def __init__(self, weights):
+        super().__init__(weights, HF_CONFIG | DRAFTER)
         self.w = {name.removeprefix("eagle3."): x for name, x in weights.items() if name.startswith("eagle3.")}
-        self.embedding = weights["model.embed_tokens.weight"]
-        self.keys, self.values = [], []
-
-    def norm(self, x, name):
-        return F.rms_norm(x, x.shape, self.w[name + ".weight"], DRAFTER["rms_norm_eps"])
-
-    def rotate(self, x, position):
-        d = DRAFTER["head_dim"]
-        frequency = 1.0 / DRAFTER["rope_theta"] ** (torch.arange(0, d, 2, dtype=torch.float32) / d)
-        angle = (position * frequency).repeat(2)
-        turned = torch.cat([-x[:, d // 2 :], x[:, : d // 2]], -1)
-        return x * angle.cos().to(x) + turned * angle.sin().to(x)
 
     def step(self, state, token, position):
         """Append one position to the cache; return the state before the final norm, and logits over the words."""
@@ -98,14 +89,7 @@ class Engine:
         return x, self.w["lm_head.weight"] @ self.norm(x, "norm")
 
     def draft(self, taps, token, position, following):
-        state, logits = self.step(self.w["fc.weight"] @ taps, token, position)
-        out = [logits]
-        kept = len(self.keys)
-        for offset, token in enumerate(following, 1):
-            state, logits = self.step(state, token, position + offset)
-            out.append(logits)
-        del self.keys[kept:], self.values[kept:]
-        return out
+        return super().draft(self.w["fc.weight"] @ taps, token, position, following)
 
 
 def hidden_states(weights, tokens):
@@ -160,28 +144,9 @@ def test_unrolling_equals_an_engines_drafting_on_the_same_layers_only():
     assert min(wrong) > 1e-2
 
 
-def directional(kind, hf):
-    """Return the derivative of the drafter's loss in a random direction: by its gradient, and by central difference."""
+def slopes(kind, hf):
     trainer = build(kind=kind, hf=hf, recompute=hf is DEEP)
-    data = own_batches(trainer)
-    kept = {}
-    trainer.drafter_learner.step = lambda: (
-        kept.update({p: p.main_grad.clone() for p in trainer.drafter.parameters()}) or (0.0, True)
-    )
-
-    def loss():
-        return trainer.train_step(data, objective="sft", train_policy=False)["drafter/objective"]
-
-    loss()
-    torch.manual_seed(0)
-    direction = {p: torch.randn_like(p) for p in kept}
-    slope = sum(float((direction[p] * kept[p]).sum()) for p in list(kept))
-    values = []
-    for sign in (1, -2):
-        for p, d in direction.items():
-            p.data.add_(d, alpha=sign * 1e-6)
-        values.append(loss())
-    return slope, (values[0] - values[1]) / 2e-6, all(bool(g.abs().max() > 0) for g in kept.values())
+    return directional(trainer, own_batches(trainer))
 
 
 GRADIENTS = [
@@ -193,7 +158,7 @@ GRADIENTS = [
 
 @pytest.mark.parametrize("kind, hf", GRADIENTS)
 def test_gradient_equals_the_central_difference_of_the_loss(kind, hf):
-    ((slope, difference, everywhere),) = on_ranks(1, directional, kind, hf)
+    ((slope, difference, everywhere),) = on_ranks(1, slopes, kind, hf)
     assert everywhere
     assert slope == pytest.approx(difference, rel=1e-5)
 
