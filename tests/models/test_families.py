@@ -1,6 +1,7 @@
 """The other families: names as Transformers writes them, logits of policy and drafter, and every layout."""
 
 import pytest
+import tiny_eagle3
 import torch
 from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits, saved
 from test_pushed_families import PUSHED, config_of
@@ -13,20 +14,6 @@ from megatron_rlspec.models.names import canonical, name_table
 IDS = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1))
 OWN = {config["architectures"][0]: config for config in (GLM4_MOE, DEEPSEEK_V3)}
 FAMILIES = {name: config_of(name) for name in PUSHED} | OWN
-EAGLE3 = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 128,
-    "draft_vocab_size": 32,
-    "rms_norm_eps": 1e-6,
-    "fc_norm": True,
-    "norm_before_fc": True,
-}
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -97,28 +84,9 @@ def test_transformer_engine_keeps_some_norms_apart():
 
 
 def test_an_external_drafters_round_trip_is_exact():
-    shapes = {
-        "fc.weight": (64, 192),
-        "norm.weight": (64,),
-        "lm_head.weight": (32, 64),
-        "midlayer.input_layernorm.weight": (64,),
-        "midlayer.hidden_norm.weight": (64,),
-        "midlayer.post_attention_layernorm.weight": (64,),
-        "midlayer.self_attn.q_proj.weight": (64, 128),
-        "midlayer.self_attn.k_proj.weight": (32, 128),
-        "midlayer.self_attn.v_proj.weight": (32, 128),
-        "midlayer.self_attn.o_proj.weight": (64, 64),
-        "midlayer.mlp.gate_proj.weight": (96, 64),
-        "midlayer.mlp.up_proj.weight": (96, 64),
-        "midlayer.mlp.down_proj.weight": (64, 96),
-    }
-    shapes |= {name.replace("midlayer.", "layers.1."): shape for name, shape in shapes.items() if "midlayer." in name}
-    shapes |= {f"layers.1.self_attn.{name}_proj.weight": (rows, 64) for name, rows in (("q", 64), ("k", 32), ("v", 32))}
-    del shapes["layers.1.input_layernorm.weight"]
-    shapes |= {"input_norm.weight": (192,)} | {f"fc_norm.{tap}.weight": (64,) for tap in range(3)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    tensors |= {"d2t": torch.arange(32) * 3, "t2d": torch.arange(128) % 4 == 0}
-    family = name_table(EAGLE3)
+    config = tiny_eagle3.drafter_config(num_hidden_layers=2, fc_norm=True, norm_before_fc=True)
+    tensors = tiny_eagle3.drafter_weights(config)
+    family = name_table(config)
     back = dict(pair for name, full in to_megatron(family, tensors) for pair in family.to_hf(name, full))
     assert back.keys() == tensors.keys() and all(torch.equal(back[name], tensors[name]) for name in tensors)
     assert set(family.drafter_names) == set(tensors) and not family.target_names
