@@ -1,4 +1,4 @@
-"""What trainers and clients of other projects do to SGLang's own server, with the plugin in it."""
+"""What trainers and clients of other projects do to SGLang's own server, with the plugin in it, and one without it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -24,10 +25,14 @@ import tiny_mimo
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from test_pushed_families import checkpoint, config_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+from transformers import PreTrainedTokenizerFast
 
+from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.host.ports import ENGINES, free_port
+from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import SpecConfig, SpecSchedule
@@ -294,3 +299,32 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}},
 def test_drafts_change_no_text_under_a_grammar(server: Server, grammar: dict[str, str]) -> None:
     sampling: dict[str, Any] = {**grammar, "ignore_eos": False}
     assert text_and_drafts(server, **sampling) == (without_drafts(server, **sampling), True)
+
+
+SERVER = Path(__file__).parent.parent.parent / "examples/smollm2/plain_server.py"
+CONTENT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({character: i for i, character in enumerate([*alphabet, "<|end|>"])}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", chat_template=CONTENT)
+
+
+@pytest.mark.slow
+def test_sglangs_own_server_takes_the_directory(tmp_path):
+    sizes = {"head_dim": 8, "vocab_size": 257, "eos_token_id": 256}  # SGLang on a CPU: head_dim is hidden_size / heads
+    config = config_of("LlamaForCausalLM", tie_word_embeddings=True, **sizes)
+    write_hf(tmp_path / "llama", config, checkpoint(config, tmp_path / "names"))
+    tokenizer().save_pretrained(tmp_path / "llama")
+    convert(plan(tmp_path / "llama", tmp_path / "model", add_mtp=True, to="hf"))
+    ended = subprocess.run(
+        [sys.executable, str(SERVER), str(tmp_path / "model")], capture_output=True, text=True, timeout=280
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    assert "NEXTN with 3 drafts: 'Ask one question about a garden.' -> " in ended.stdout
+    found = re.search(r"64 tokens in (\d+) rounds", ended.stdout)
+    assert found and 16 <= int(found[1]) <= 64

@@ -1,20 +1,29 @@
-"""The plugin in SGLang's own server: one line if it cannot register, and one that says what is in force."""
+"""The plugin in SGLang's own server: what it tells, which adapter a version of SGLang gets, and the rule in servers."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import plain_server
 import pytest
 import tiny_mimo
+import torch
 
+from megatron_rlspec.noise import murmur3
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
+from megatron_rlspec.rollout.sglang.client.launcher import launch
+from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.metrics import RoundCounters
 from megatron_rlspec.rollout.sglang.settings import Settings
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); print('SGLang goes on')"
 OTHER = "from megatron_rlspec.rollout.sglang.scheduler import versions; versions.version = lambda name: '0.5.20'"
@@ -79,3 +88,79 @@ def test_rounds_are_counted_by_their_drafts() -> None:
     assert value("sglang:rlspec_rounds_total", {"drafts": "off"}) == 1
     assert value("sglang:rlspec_drafts_total") == 6 and value("sglang:rlspec_verified_drafts_total") == 5
     assert value("sglang:rlspec_accepted_drafts_total") == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "adapter"),
+    [
+        ("0.5.15.post1", "0.5.15.post1"),
+        ("0.5.23", "0.5.23"),
+        ("0.5.23.dev4+g1a", "0.5.23"),
+        ("0.6.0", "0.5.23"),
+    ],
+)
+def test_a_version_has_its_adapter(version, adapter):
+    assert type(versions.adapter(version)) is versions.KNOWN[adapter]
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.16", "0.5.19", "0.5.20"])
+def test_an_unknown_version_is_refused_in_one_line(version):
+    with pytest.raises(ImportError, match=f"this SGLang is {version}; expected 0.5.15.post1, or 0.5.23 or later"):
+        versions.adapter(version)
+
+
+def test_a_version_that_no_test_has_seen_is_taken_with_a_warning(caplog):
+    versions.adapter.cache_clear()
+    versions.adapter("0.5.23")
+    assert not caplog.records
+    versions.adapter("0.6.1")
+    versions.adapter("0.6.1")
+    (record,) = caplog.records
+    assert "SGLang 0.6.1 is later than 0.5.23" in record.getMessage()
+
+
+def test_the_largest_hash_samples_no_improbable_token():
+    """SGLang 0.5.15.post1 gives this token infinite noise, and samples it at a log-probability of -1,000."""
+    seed, position, token = (torch.tensor([number]) for number in (21688, 7, 7394))
+    assert murmur3(seed, position, token).item() == -1  # 2³² - 1 as an int32
+    logprobs = torch.zeros(1, 8000).index_fill(1, token, -1000.0).log_softmax(-1)
+    assert versions._draw_finite(logprobs, seed, position).item() != token.item()
+
+
+CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=512)
+SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "8"]
+ADAPTIVE = ["--spec", "adaptive", "--candidate-steps", "0,1,2", "--drafts", "argmax"]
+
+
+@contextmanager
+def served(model: Path, folder: Path, ranks: int = 1) -> Iterator[SGLangEngine]:
+    cores = "|".join(ranks * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
+    environment = {"SGLANG_CPU_OMP_THREADS_BIND": cores}
+    arguments = [*SERVE, *ADAPTIVE, "--tp", str(ranks)]
+    with launch(model, folder / "log", arguments=arguments, environment=environment) as process:
+        yield SGLangEngine.of(process.wait(), timeout=300)
+
+
+@contextmanager
+def plain_served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
+    """Start SGLang's own `launch_server` with the plugin."""
+    with plain_server.started(model, folder, json.dumps({"drafts": "argmax"})) as engine:
+        yield engine
+
+
+STARTS = [served, partial(served, ranks=2), plain_served]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", STARTS, ids=["rlspec serve", "two ranks", "plain server"])
+def test_refused_drafts_are_off_without_a_rule_given(start, tmp_path: Path) -> None:
+    model = tiny_mimo.write(tmp_path / "model", CONFIG, tiny_mimo.weights(CONFIG))
+    asked = [Request(f"r-{i}.", Prompt(i, np.arange(1, 9)), i) for i in range(8)]
+    with start(model, tmp_path) as engine:
+        engine.generate(asked, Sampling(max_new_tokens=120, ignore_eos=True))
+        rounds = engine.stats()
+        report = engine.spec_rule_report()
+    assert report["acceptance"][0] < 0.1, "the case needs a drafter that is never right"
+    off = sum(stats.rounds for stats in rounds if stats.config.off)
+    assert off > 0.6 * sum(stats.rounds for stats in rounds), report
+    assert sum(report["learnt"]["times"]["timings"]) > 10, "the rule learns from the engine's own rounds"

@@ -1,16 +1,21 @@
-"""Batches whose sampling needs even rows, in SGLang's real scheduler with uneven rounds: grammars, penalties, ..."""
+"""Uneven rounds in real engines: batches whose sampling needs even rows, and mistakes that the tests must find."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import emulation
 import plain_server
 import pytest
 import test_plain_server as plain
+import test_sglang_engine as same
 import tiny_mimo
 from test_sglang_engine import WORTH_IT
+
+from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.lossless]
 STEPS = 2
@@ -95,3 +100,15 @@ def test_one_grammar_makes_its_whole_batch_even(server: plain.Server) -> None:
     texts, verified = answered(server, asked)
     assert texts == without_drafts(server, asked)
     assert 0.3 < verified < STEPS  # uneven again when the grammar's text has ended
+
+
+@pytest.mark.parametrize("mistake", ["accepts_one_more", "accepts_unverified"])
+def test_a_miscounted_request_is_found(mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLSPEC_API_KEY", "right-key")
+    model = tiny_mimo.write(tmp_path / "mimo", same.CONFIG, same.WEIGHTS)
+    environment = {emulation.VARIABLE: mistake}
+    arguments = [*same.SERVE, *same.LAUNCHES["adaptive"]]
+    with emulation.launch(model, tmp_path / "log", arguments, environment, "right-key") as process:
+        engine = SGLangEngine.of(process.wait(), timeout=120)
+        with pytest.raises(AssertionError, match=r"^(none|some|all)\b"):
+            same.test_text_does_not_depend_on_which_drafts_are_verified({"adaptive": engine}, "T=1")  # type: ignore[arg-type]

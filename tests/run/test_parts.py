@@ -1,12 +1,14 @@
-"""Parts of a run, without ranks and engines: records, mini-batches, results, digests."""
+"""Parts of a run, without ranks and engines: records, batches, results, limits, resumed state, a drafter's samples."""
 
 import json
 import shutil
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from megatron_rlspec import loop
 from megatron_rlspec.config import load
 from megatron_rlspec.conversion.drafter_files import read_model
 from megatron_rlspec.models.directory import check_model
@@ -16,10 +18,17 @@ from megatron_rlspec.records.clock import Clock
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.batches import mini_batches
-from megatron_rlspec.run.engines import report_slow_sampling
+from megatron_rlspec.run.drafter_training import Drafting, chosen_samples
+from megatron_rlspec.run.engines import RunDraftRule, report_slow_sampling
+from megatron_rlspec.run.extension import DrafterSchedule
+from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.result import build_result
-from megatron_rlspec.types import Group, Prompt
+from megatron_rlspec.run.state_file import Drawn
+from megatron_rlspec.speculation.learning import Learning
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.speculation.vocabulary import DraftVocabulary
+from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, RoundStats, Sample, SpecConfig
 
 
 @pytest.fixture
@@ -151,3 +160,91 @@ def test_rows_are_their_contents_in_their_order():
         rows(1, 2, metadata={"a": 1}),
     ]
     assert known not in [identity.of_rows(other) for other in others]
+
+
+def group(version):
+    prompt = Prompt(0, np.arange(2))
+    sample = Sample("s", prompt, np.arange(4), np.ones(4), np.zeros(4), policy_versions=((version, 0, 2),))
+    return Group(prompt, [sample])
+
+
+def test_the_drafter_learns_the_words_of_the_checkpoint_before_the_next_rollout():
+    given = []
+    trainer = SimpleNamespace(set_draft_vocabulary=lambda words: given.append(words.tolist()))
+    drafting = Drafting(trainer, DraftVocabulary(2, 9), DrafterSchedule(), records=True)
+    drafting.restore({"words": {"ids": [3, 7], "counts": [1.0, 2.0]}})
+    assert given == [[3, 7]]
+
+
+def test_a_checkpoint_says_how_old_its_tokens_will_be():
+    """After 5 steps version 6 trains next; with a rollout that ran ahead, begun groups end at version 7."""
+    begun = OpenGroup([Request("r", Prompt(0, np.arange(2)), 1), Request("q", Prompt(0, np.arange(2)), 2)])
+    assert Drawn().age(5, partial=True) == 0
+    assert Drawn(begun=[begun]).age(5, partial=True) == 0, "none has a token"
+    begun.samples = group(5).samples
+    assert Drawn(begun=[begun]).age(5, partial=True) == 1
+    assert Drawn([group(5)], begun=[begun]).age(5, partial=True) == 2
+    assert Drawn([group(5)], begun=[begun]).age(5, partial=False) == 1
+
+
+@pytest.mark.parametrize(
+    ("done", "expected"), [(0, ["first", "step-000002", "last"]), (2, ["step-000002", "last"]), (4, ["last"])]
+)
+def test_an_evaluation_that_was_due_when_a_run_ended_is_made_by_the_next(monkeypatch, done, expected):
+    run = MagicMock(done=done)
+    run.__enter__.return_value = run
+    run.due = lambda every: run.done % every == 0
+    run.records.steps = lambda total: iter(range(done, total))
+    run.checkpoint = lambda: setattr(run, "done", run.done + 1)
+    monkeypatch.setattr(loop, "Session", lambda *_, **__: run)
+    loop.train(load(None, {"train.steps": "4", "train.eval_every": "2"}))
+    assert [call.args[0] for call in run.evaluate.call_args_list] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "seen", "limit"),
+    [
+        ((None, "float32", False), [], 0.01),  # a wrong matrix moves it by 0.02 to 0.05
+        ((None, "float32", False), [1e-7] * 3, 1e-4),
+        ((None, "bfloat16", False), [0.001, 0.004, 0.04, 0.008], 0.03),
+        ((None, "float32", True), [1e-7] * 3, 0.5),
+        ((2.0, "float32", False), [1e-7] * 3, 2.0),
+    ],
+)
+def test_the_limit_follows_the_type_and_what_the_run_has_seen(options, seen, limit):
+    gap = LogprobGap(*options)
+    for value in seen:
+        gap.observe({GAP: value})
+    assert gap.limit == pytest.approx(limit)
+    resumed = LogprobGap(*options)
+    resumed.restore(gap.seen)
+    assert resumed.limit == gap.limit and len(gap.seen) <= 20
+
+
+def test_first_drafts_that_are_accepted_half_as_often_make_a_canary_due(tmp_path):
+    learning = Learning([0, 3], Roofline.of_layers(8))
+    speculation = RunDraftRule(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
+
+    def fell(refused, accepted):
+        rounds = [RoundStats(SpecConfig(3), 1, 40, 200, 200.0, (refused, accepted, 0, 0))]
+        speculation.learn([("a", rounds)], [], None, 1.0)
+        return speculation.fell
+
+    assert [fell(80, 120), fell(100, 100), fell(150, 50)] == [False, False, True]
+    assert not fell(9, 1), "ten rounds show nothing"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "share", "expected"),
+    [
+        ([25] * 32, None, 32),  # a small step: all
+        ([25] * 128, None, 82),  # the floor of 2,048 tokens
+        ([1000] * 128, None, 32),  # plenty: a quarter
+        ([100] * 128, 0.25, 32),
+        ([100], 0.1, 1),
+    ],
+)
+def test_a_small_step_teaches_the_drafter_all_its_samples(lengths, share, expected):
+    chosen = chosen_samples(lengths, share, (1, 2))
+    assert chosen.sum() == expected and set(chosen) <= {0, 1}
+    assert (chosen == chosen_samples(lengths, share, (1, 2))).all()

@@ -1,4 +1,4 @@
-"""Several optimizer steps on one rollout: against Transformers' model and torch's AdamW, and beside a drafter."""
+"""Several optimizer steps on one rollout, beside a drafter; which steps train it, and the weights of its rows."""
 
 import math
 
@@ -10,6 +10,7 @@ from train_ranks import HF_CONFIG, config, digest, on_ranks, samples
 
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.train.drafter_updates import EverySteps, reward_weights
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.train.updates import train_rollout
 
@@ -197,3 +198,38 @@ def test_drift_is_measured_on_whole_distributions():
     ((start, found, expected, same),) = on_ranks(1, drifted)
     assert start == {"drift/kl": 0, "drift/changed": 0} and same
     assert found == pytest.approx(expected, rel=1e-9) and expected["drift/changed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1, 3], [0.5, 1.5]),
+        ([0, 0, 3], [0.25, 0.25, 3]),  # 0 clipped to 1/4
+        ([-1, 1], [0.25, 2]),  # 0 and 2 above the least, over their mean
+        ([0, 0, 0, 0, 9], [0.25, 0.25, 0.25, 0.25, 4]),
+        ([], []),
+    ],
+)
+def test_weights_of_rewards(rewards, expected):
+    assert reward_weights(rewards).tolist() == pytest.approx(expected)
+
+
+def test_a_failed_reward_weighs_one_and_enters_no_mean():
+    weights = reward_weights([1, 99, 3], known=[True, False, True])
+    first, last = reward_weights([1, 3])
+    assert weights.tolist() == [first, 1, last]
+
+
+def played(rule, steps):
+    decisions = []
+    for _ in range(steps):
+        due = rule.due
+        assert rule.due == due
+        decisions.append(due)
+        rule.observe(due)
+    return "".join("u" if due else "-" for due in decisions)
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, "uuuuuu"), (2, "u-u-u-"), (5, "u----u")])
+def test_every(every, expected):
+    assert played(EverySteps(every), 6) == expected

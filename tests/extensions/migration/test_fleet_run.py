@@ -1,19 +1,26 @@
-"""`rlspec train` on two ranks with an embedded engine each: texts, and bytes after a resume."""
+"""The engines of several ranks as one, alone and in `rlspec train`: texts, moves, pushes, and bytes after a resume."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import fleet_rank
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from short_run import run, train
 from test_interrupted import told
+from test_lost_engines import drawn
+from train_ranks import on_ranks
 
+from megatron_rlspec.commands import report
 from megatron_rlspec.config import ConfigError, load
+from megatron_rlspec.extensions.migration.embedded.fleet import Fleet
+from megatron_rlspec.push.fingerprint import compare
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.run.trajectory import FOLDER
 
@@ -110,3 +117,52 @@ def test_options_that_cannot_be_are_refused(given, ranks, message):
         load(None, {"rollout.engine": "embedded", "model.path": "m", "data.path": "d"} | given).check_run(
             "train", ranks
         )
+
+
+@pytest.mark.parametrize("moves", [pytest.param(False, marks=pytest.mark.slow), True], ids=["queue", "moves"])
+def test_a_fleet_generates_what_one_engine_generates(tmp_path, moves):
+    found, *others = on_ranks(3, fleet_rank.scenario, str(tmp_path / "meeting"), moves)
+    wanted = [s.tokens.tolist() for s in fleet_rank.engine().generate(fleet_rank.requests(), fleet_rank.LONG)]
+    assert found["texts"] == wanted and found["seen"] and found["again"] == [wanted, wanted]
+    assert all(versions == ((1, 0, 60),) for versions in found["versions"])
+    assert "rank 0" in found["refused"] and "shape" in found["refused"]
+    assert "did not finish" in found["broken"]
+    assert found["waited"] == [4], "no tick runs during an update"
+    assert found["same"] and found["left"] and "already in use" in found["twice"]
+    assert found["aborted"] == ["aborted"]
+    assert found["early"] == [("aborted", 0)] * len(wanted), "aborted before any rank had it"
+    assert all(plans == found["plans"] for plans in others), "all ranks made the same plans"
+    records = found["moved"]["moves"]
+    assert bool(found["plans"]) == bool(records) == moves
+    for record in records:
+        assert record["source"] != record["target"] and record["how"] == "kv"
+        assert record["bytes"] > 0 and record["tokens"] > 0 and not record["refused"]
+    assert {id for record in records for id in record["ids"]} <= {request.id for request in fleet_rank.requests()}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_tensor_that_one_rank_alone_holds_otherwise_is_found(rank):
+    held = [{"good": 7, "changed": 8, "lost": 9} for _ in range(3)]
+    held[rank] = {"good": 7, "changed": 5, "more": 6}
+    told = SimpleNamespace(tell=lambda order: None)
+    fleet = Fleet(SimpleNamespace(ranks=told, call=lambda *order: held), 8)
+    found = compare({"good": 7, "changed": 8, "lost": 9}, fleet.fingerprints())
+    assert found.differing == ("changed", "lost") and found.extra == ("more",)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_whose_samples_move_draws_the_same(start, tmp_path, monkeypatch):
+    """A step has one prompt, whose samples begin on one engine. In the cost model every sample costs its share."""
+    options = {"rollout__engines": 2, "rollout__prompts_per_step": 1, "rollout__samples_per_prompt": 16}
+    options |= {"rollout__max_new_tokens": 160, "train__steps": 3, "train__save_every": 0}
+    run(start, tmp_path / "still", **options)
+    monkeypatch.setenv("RIDGE", "1")
+    run(start, tmp_path / "moved", tail__rebalance="true", module="given_costs", **options)
+    assert drawn(tmp_path / "moved") == drawn(tmp_path / "still")
+    assert not (tmp_path / "still/moves.jsonl").exists()
+    rows = read_records(tmp_path / "moved/moves.jsonl")
+    moved = [move for row in rows for move in row["moves"] if move["ids"]]
+    assert moved and all(move["ms"] > 0 and move["tokens"] > 0 for move in moved)
+    assert {move["how"] for move in moved} == {"recompute"}
+    assert report.main([str(tmp_path / "moved")]) == 0
