@@ -26,7 +26,10 @@ from megatron_rlspec.rollout.start import embedded
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecSchedule
 
-QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+QUICKSTART = EXAMPLES / "quickstart"
+ARITHMETIC = EXAMPLES / "arithmetic"
+CALCULATOR = EXAMPLES / "calculator"
 SIZES = ("--task", "slips", "--train", 800, "--rl", 400, "--eval", 100, "--slip", 0.1)
 
 
@@ -81,9 +84,6 @@ def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path, capsys):
     assert 0.05 < float(logits.std()) < 1
 
 
-ARITHMETIC = Path(__file__).parent.parent / "examples" / "arithmetic"
-
-
 @pytest.fixture(scope="module")
 def calculations() -> list[dict]:
     return [json.loads(line) for line in (ARITHMETIC / "sample.jsonl").open()]
@@ -105,9 +105,6 @@ def test_the_sample_is_what_the_generator_writes(calculations):
     make = runpy.run_path(str(ARITHMETIC / "make_arithmetic.py"))
     rng = make["random"].Random(1)
     assert [make["problem"](rng) for _ in calculations] == calculations
-
-
-CALCULATOR = Path(__file__).parent.parent / "examples/calculator"
 
 
 @pytest.fixture(scope="module")
@@ -185,9 +182,6 @@ def test_the_closing_tables_are_printed(start, tmp_path, monkeypatch, capsys):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["comparison"]["equal_texts"] == summary["comparison"]["prompts"] == 4
     assert len(summary["coupled"]) == 2 and "co-trained / plain" in capsys.readouterr().out
-
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture
