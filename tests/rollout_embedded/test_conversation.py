@@ -31,11 +31,6 @@ class Letters:
         return {"input_ids": [[ord(letter) - 64 for letter in text] for text in texts]}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return oracle.tiny(drafter="close", sharpness=2.0)
-
-
 def drawn(model, function, spec=K3, sampling=LONG, group=2):
     engine = oracle.engine_of(*model, spec)
     return Conversations(function, EnginePool({"a": engine}), Letters()).draw(

@@ -26,11 +26,6 @@ FREE = Sampling(max_new_tokens=16, ignore_eos=True)
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return oracle.tiny(drafter="close", sharpness=2.0)
-
-
 def texts(samples):
     return [s.response.tolist() for s in samples]
 

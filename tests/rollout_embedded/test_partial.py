@@ -23,11 +23,6 @@ FREE = Sampling(max_new_tokens=60)
 RAGGED = certain(Roofline.of_layers(12, 8.0), [SpecConfig(3), SpecConfig(5)]) | {"ragged": True}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return oracle.tiny(drafter="close", sharpness=2.0)
-
-
 def engine_of(model, spec, **options):
     if spec != "ragged":
         return oracle.engine_of(*model, spec, dtype=torch.float64, **options)

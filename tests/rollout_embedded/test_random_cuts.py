@@ -27,11 +27,6 @@ STALL = 60.0  # seconds of a `generate` that take a crowded machine into account
 
 
 @pytest.fixture(scope="module")
-def model():
-    return oracle.tiny(drafter="close", sharpness=2.0)
-
-
-@pytest.fixture(scope="module")
 def texts(model):
     wanted = oracle.requests(PROMPTS, group=3)
     return {s.request_id: s.tokens.tolist() for s in oracle.engine_of(*model).generate(wanted, SAMPLING)}
