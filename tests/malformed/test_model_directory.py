@@ -122,7 +122,6 @@ def without_tokenizer(model: Path) -> None:
             (model / name).unlink()
 
 
-CONFIG = "config.json"
 SERVE, CONVERT = "serve --model model --device cpu --port 31997", "convert model out"
 DRY = TRAIN + " --dry-run"
 

@@ -21,7 +21,6 @@ from megatron_rlspec.rollout.embedded.parallel import Solo
 PATH = (1, 2, 4, 1, 4, 2, 1)  # tensor-parallel sizes, one after the other
 
 
-KINDS = ("untied", "tied", "eagle3")
 WORDS = torch.tensor([1, 2, 3, 5, 8, 13, 40, 47])
 
 
