@@ -46,8 +46,8 @@ class Machine:
         path.chmod(0o755)
         return path
 
-    def setup(self, python="", compiler="no-compiler", path="/usr/bin:/bin"):
-        environment = {"PATH": path, "PYTHON": str(python), "CC": compiler}
+    def setup(self, python=""):
+        environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(python), "CC": "no-compiler"}
         command = ["bash", str(self.root / "tools/setup_cpu.sh")]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=self.folder)
         self.printed = done.stdout

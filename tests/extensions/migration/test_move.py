@@ -130,7 +130,7 @@ def undisturbed(model, requests, sampling=LONG, **options):
     return engine_of(model, **options).generate(requests, sampling)
 
 
-def check_samples(found, wanted, versions=None) -> None:
+def check_samples(found, wanted) -> None:
     """Whole samples with the texts of `wanted`, whose spans and histograms fit the response."""
     for sample, reference in zip(found, wanted, strict=True):
         assert sample.tokens.tolist() == reference.tokens.tolist() and sample.status == reference.status
@@ -225,14 +225,14 @@ def leaning_model():
     return config, tensors
 
 
-def after_a_move(spec, prepare, spoil=lambda fleet: None, how="kv", target_busy=True):
+def after_a_move(spec, prepare, how="kv", target_busy=True):
     """Move all samples of one engine after some rounds. Returns their spans of accepted drafts beyond the cut."""
     requests = [replace(r, id=f"r{i}") for i, r in enumerate(oracle.requests(PROMPTS * 2, group=1))]
     fleet = Fleet(leaning_model(), 2, requests, used=2 if target_busy else 1, spec=spec)
     prepare(fleet)
     ids = [run.request.id for run in fleet.engines[0].running]
     cut = {run.request.id: len(run.response) for run in fleet.engines[0].running}
-    fleet.move(0, 1, ids, between=lambda: spoil(fleet), how=how)
+    fleet.move(0, 1, ids, how=how)
     assert fleet.moves[how] == len(ids)
     found = {s.request_id: s for s in fleet.finish()}
     return [[span for span in found[id].accepted_spans if span[0] > cut[id]] for id in ids]
