@@ -47,7 +47,7 @@ from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.settings import KEY
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, RoundStats, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 STEPS = (0, 1, 2, 3, 5, 7)  # SGLang's built-in rule uses 7
 FIXED = {"off": OFF, "k1": SpecConfig(1), "k2": SpecConfig(2), "k3": SpecConfig(3), "k5": SpecConfig(5)}
@@ -128,7 +128,7 @@ class Contestants:
         elif name == "SGLang":
             self.spec.set_spec_rule({"stock": True})
         else:
-            self.spec.set_schedule(SpecSchedule.fixed(FIXED[name]))
+            self.spec.set_config(FIXED[name])
         self.spec.stats()
         self.spec.spec_rule_report()
         result = rollout(self.spec, lengths, seed)

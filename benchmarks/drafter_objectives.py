@@ -29,7 +29,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.tasks import data
 from megatron_rlspec.train.attention import Chain
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Request, Sampling, SpecConfig
 
 VARIANTS = {
     "depth 1, ce": {"depth": 1},
@@ -68,8 +68,8 @@ def main() -> None:
     steps, count = (20, 32) if args.quick else (150, 128)
     torch.set_num_threads(2)
     shape, tensors = read_hf(args.run / "warm/hf")
-    schedule = SpecSchedule.fixed(SpecConfig(3))
-    engine = EmbeddedEngine(shape, tensors.items(), schedule=schedule, max_length=512, max_running_requests=128)
+    chain = SpecConfig(3)
+    engine = EmbeddedEngine(shape, tensors.items(), config=chain, max_length=512, max_running_requests=128)
     tokenizer = data.load_tokenizer(args.run / "warm/hf")
     prompts = data.read_prompts(args.run / "task/eval.jsonl", DataConfig(), tokenizer, 512 - 384)[0]
     requests = [Request(f"p{i:05d}", prompt, seed=i) for i, prompt in enumerate(prompts[:count])]

@@ -35,7 +35,7 @@ from megatron_rlspec.speculation.ragged import Selection
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Sampling, SpecConfig
 
 DEPTH = 8
 STEPS = (1, 2, 3, 4, 6, 8)
@@ -113,7 +113,7 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
 def record(options: argparse.Namespace, model: str, prompts: str) -> World:
     """Generate texts, and draft at every position."""
     engine, asked = opened(options, model, prompts, 64)
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(DEPTH)))
+    engine.set_config(SpecConfig(DEPTH))
     engine.rounds.selection = Nothing()
     drafted: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
     drafting = engine.rounds._chain

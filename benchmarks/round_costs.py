@@ -35,7 +35,7 @@ from megatron_rlspec.host import ports
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 ROUNDS = 12  # of each configuration at a point, at least, if
 CYCLES = (3, 8)  # so many generations of each have them: at least, at most
@@ -108,7 +108,7 @@ class Bench:
         for cycle in range(CYCLES[1]):
             for config in self.configs:
                 if self.about["speculative"]:
-                    self.engine.set_schedule(SpecSchedule.fixed(config))
+                    self.engine.set_config(config)
                 self.engine.recent_rounds()  # drops those of others
                 self.generate(prompts, NEW_TOKENS)
                 found[config] += self.steady(config, requests)

@@ -19,7 +19,7 @@ from megatron_rlspec.types import (
     Sample,
     Sampling,
     Scope,
-    SpecSchedule,
+    SpecConfig,
     Verifier,
 )
 
@@ -129,8 +129,8 @@ class RolloutEngine(Protocol):
         error  why it ends unfinished, or did not begin; "" if all buckets were sent
         """
 
-    def set_schedule(self, schedule: SpecSchedule) -> None:
-        """Choose the speculative configuration of every later decode round by this schedule."""
+    def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
+        """Run this configuration in every later decode round. `sharpness`: of coupled drafts; None: it stays."""
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """Choose the configuration of every later decode round by `speculation.rule.SpecRule.from_json(rule)`."""
@@ -142,13 +142,13 @@ class RolloutEngine(Protocol):
         """
 
     def spec_rule_report(self) -> dict[str, Any]:
-        """Return and reset `SpecRule.report`; {} under a schedule and without speculation."""
+        """Return and reset `SpecRule.report`; {} under a fixed configuration and without speculation."""
 
     def hold(self, reason: str) -> None:
-        """Disable speculation until `release`; schedules and rules set meanwhile are stored. Repeatable."""
+        """Disable speculation until `release`; what is set meanwhile is stored. Repeatable."""
 
     def release(self) -> None:
-        """Enable speculation again under the latest schedule or rule. Does nothing if speculation is not held."""
+        """Enable speculation again under the latest configuration or rule. Does nothing if speculation is not held."""
 
     def sleep(self) -> None:
         """Release memory. Running samples are kept, and recomputed; weights are lost. Nothing but `wake` may follow."""

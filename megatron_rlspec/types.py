@@ -7,7 +7,6 @@ D the drafter's depth. Times are milliseconds unless a name says otherwise.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -88,56 +87,6 @@ class SpecConfig:
 
 
 OFF = SpecConfig(num_steps=0, topk=0, num_draft_tokens=0)
-
-
-@dataclass(frozen=True)
-class SpecSchedule:
-    """A table from (running requests, context tokens of the whole batch) to SpecConfig.
-
-    `batch_edges[i]` is the smallest batch of row i. `context_edges[j]` is the smallest total context of column j.
-    Smaller values use the first row or column. Example: `SpecSchedule((1, 8), (0,), ((SpecConfig(3),), (OFF,)))` drafts
-    three steps below eight running requests, and nothing from eight on.
-    """
-
-    batch_edges: tuple[int, ...]
-    context_edges: tuple[int, ...]
-    configs: tuple[tuple[SpecConfig, ...], ...]
-
-    def __post_init__(self) -> None:
-        for name, edges in (
-            ("batch_edges", self.batch_edges),
-            ("context_edges", self.context_edges),
-        ):
-            if not edges or list(edges) != sorted(set(edges)):
-                raise ValueError(f"{name}={edges} must be a non-empty, strictly increasing tuple")
-        if len(self.configs) != len(self.batch_edges) or any(
-            len(r) != len(self.context_edges) for r in self.configs
-        ):
-            raise ValueError(
-                f"configs must have {len(self.batch_edges)} rows of {len(self.context_edges)} columns"
-            )
-
-    @classmethod
-    def fixed(cls, config: SpecConfig) -> SpecSchedule:
-        return cls((1,), (0,), ((config,),))
-
-    def choose(self, batch: int, context: int) -> SpecConfig:
-        row = max(0, bisect_right(self.batch_edges, batch) - 1)
-        column = max(0, bisect_right(self.context_edges, context) - 1)
-        return self.configs[row][column]
-
-    def to_json(self) -> dict[str, Any]:
-        cells = [[list(config.numbers) for config in row] for row in self.configs]
-        return {
-            "batch_edges": list(self.batch_edges),
-            "context_edges": list(self.context_edges),
-            "configs": cells,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SpecSchedule:
-        configs = tuple(tuple(SpecConfig(*cell) for cell in row) for row in data["configs"])
-        return cls(tuple(data["batch_edges"]), tuple(data["context_edges"]), configs)
 
 
 @dataclass(frozen=True)

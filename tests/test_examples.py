@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.sglang.client import launcher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.start import embedded
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, SpecSchedule
+from megatron_rlspec.types import OFF
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICKSTART = EXAMPLES / "quickstart"
@@ -173,7 +173,7 @@ def test_the_closing_tables_are_printed(start, tmp_path, monkeypatch, capsys):
     @contextmanager
     def launch(*_, **__):
         engine = embedded(config)
-        engine.set_schedule(SpecSchedule.fixed(OFF))
+        engine.set_config(OFF)
         yield SimpleNamespace(wait=lambda: engine, process=SimpleNamespace(pid=os.getpid()))
 
     monkeypatch.setattr(launcher, "launch", launch)

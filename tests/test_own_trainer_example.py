@@ -10,7 +10,7 @@ import torch
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.types import Prompt, Request, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, SpecConfig
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "rollout"), str(HERE.parent / "examples/own_trainer")]
@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 
 def accepted(engine):
     """Return the accept length of 3 drafts a round, of the weights that the engine has."""
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    engine.set_config(SpecConfig(3))
     requests = [Request(f"last-{i:05d}", Prompt(i, torch.arange(3, 9).numpy()), seed=i) for i in range(64)]
     return accept_length(pooled(sample.accepted for sample in engine.generate(requests, train.SAMPLING)))
 

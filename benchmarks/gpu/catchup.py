@@ -15,7 +15,7 @@ from gpu.figures import Figures
 from gpu.plan import Plan
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 SPARE = 600  # tokens: what a rollout generates until it is told to draft, and after that
 DRAFTED = 40  # rounds, after which the rollout ends
@@ -46,7 +46,7 @@ def run(plan: Plan, folder: Path, figures: Figures) -> None:
 def _generate(plan: Plan, engine: SGLangEngine) -> list[Round]:
     """Return the rounds of a rollout that drafts after `plan.off` rounds without drafts."""
     count, rounds_off = plan.off
-    engine.set_schedule(SpecSchedule.fixed(OFF))
+    engine.set_config(OFF)
     requests = serving.asked(plan, count)
     errors: list[EngineError] = []
 
@@ -63,7 +63,7 @@ def _generate(plan: Plan, engine: SGLangEngine) -> list[Round]:
     while thread.is_alive() and len(rounds) < rounds_off:
         time.sleep(0.2)
         rounds += engine.recent_rounds()
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(plan.drafts)))
+    engine.set_config(SpecConfig(plan.drafts))
     while thread.is_alive() and sum(config != OFF for config, *_ in rounds) < DRAFTED:
         time.sleep(0.1)
         rounds += engine.recent_rounds()

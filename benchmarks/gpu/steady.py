@@ -23,7 +23,7 @@ from megatron_rlspec.extensions.migration.plans.round_costs import RoundCosts
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, RoundStats, SpecSchedule
+from megatron_rlspec.types import OFF, RoundStats
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
@@ -45,7 +45,7 @@ def _compare(
         order = sorted(rates, reverse=turn % 2 == 0)
         for name in order:
             if name == "off":
-                engine.set_schedule(SpecSchedule.fixed(OFF))
+                engine.set_config(OFF)
             else:
                 engine.set_spec_rule(learning.rule())
             time.sleep(plan.settle)  # the drafter catches up

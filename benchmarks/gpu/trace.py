@@ -22,7 +22,7 @@ from gpu.figures import Figures
 from gpu.plan import Plan
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.settings import KEY
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 MARGIN = 32  # tokens beside those of the plan
 LONGEST = 6  # kernels and gaps that are named
@@ -33,7 +33,7 @@ NAME = 40  # characters of a kernel's name
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
     engine = serving.attached(folder)["wide"]
     for name, config in (("off", OFF), (f"k{plan.drafts}", SpecConfig(plan.drafts))):
-        engine.set_schedule(SpecSchedule.fixed(config))
+        engine.set_config(config)
         _trace(plan, figures, engine, name)
 
 

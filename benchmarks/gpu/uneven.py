@@ -19,7 +19,7 @@ from gpu.variants import equal_texts
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, RoundStats, SpecSchedule
+from megatron_rlspec.types import OFF, RoundStats
 
 
 def run(plan: Plan, folder: Path, figures: Figures) -> None:
@@ -37,7 +37,7 @@ def _texts(plan: Plan, figures: Figures, engine: SGLangEngine) -> None:
     """Write how many texts are those of rounds without drafts. In bfloat16 other kernels round otherwise."""
     requests = plan.uneven_points[0][0]
     texts = []
-    engine.set_schedule(SpecSchedule.fixed(OFF))
+    engine.set_config(OFF)
     for _ in range(3):  # without drafts; while the rule learns; as it has learnt
         texts.append(serving.rollout(engine, serving.asked(plan, requests), plan.text_tokens)[1])
         engine.set_spec_rule({"roofline": Roofline.of_layers(plan.shape.layers).to_json(), "ragged": True})

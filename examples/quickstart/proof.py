@@ -31,7 +31,7 @@ from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import OFF, SHARPNESS, Prompt, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SHARPNESS, Prompt, Sampling, SpecConfig
 
 CONSOLE = Console()
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control", "upper bound": "upper"}  # -> part of the run
@@ -74,10 +74,10 @@ def main() -> None:
             found, equal_texts = compare.measure(spec, drafters, compared, sampling, STEPS)
             summary["comparison"] = compare.table_of(found, len(compared), equal_texts)
         with told("the same with drafts of the likeliest tokens"):
-            spec.set_spec_rule({"schedule": SpecSchedule.fixed(OFF).to_json(), "sharpness": LIKELIEST})
+            spec.set_config(OFF, LIKELIEST)
             trained = {"co-trained": drafters["co-trained"]}
             other, _ = compare.measure(spec, trained, compared, sampling, STEPS, version=2 + len(drafters))
-            spec.set_spec_rule({"schedule": SpecSchedule.fixed(OFF).to_json(), "sharpness": SHARPNESS[0]})
+            spec.set_config(OFF, SHARPNESS[0])
             summary["coupled"] = coupled(found, other)
         longest = sorted(prompts, key=lambda prompt: -len(prompt.tokens))[:FEW]
         with told("tokens per second, engines and drafters in turn"):
@@ -170,7 +170,7 @@ def speeds(
     by_cpu: dict[str, list[float]] = {name: [] for name in rates}
     spec = engines["spec"][0]
     if fixed:
-        spec.set_schedule(SpecSchedule.fixed(SpecConfig(max(STEPS))))
+        spec.set_config(SpecConfig(max(STEPS)))
     version = 1000 + len(prompts) * 10
     for repeat in range(repeats + 1):
         order = list(rates) if repeat % 2 else list(rates)[::-1]

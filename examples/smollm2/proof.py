@@ -29,7 +29,7 @@ from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import OFF, Prompt, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Sampling, SpecConfig
 
 DRAFTERS = {"co-trained": "rl", "frozen": "warm", "control": "control"}  # name -> part of the run
 BATCHES = (1, 8, 32)
@@ -129,7 +129,7 @@ def equal_texts(run: Path, engine: EmbeddedEngine, prompts: Sequence[Prompt], sa
     """Print how many texts are the same with and without speculation, in float32."""
     texts = []
     for config in (SpecConfig(3), OFF):
-        engine.set_schedule(SpecSchedule.fixed(config))
+        engine.set_config(config)
         texts.append([sample.response.tolist() for sample in compare.draw(engine, prompts, sampling, "equal", 1)])
     equal = sum(one == other for one, other in zip(*texts, strict=True))
     print(f"texts equal with and without speculation, float32: {equal} of {len(prompts)}")

@@ -26,7 +26,7 @@ from megatron_rlspec.rollout.sglang.http.serve import tensor_parallel
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import Prompt, Request, Sample, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, Sample
 
 # Requests given to the engines together, as a multiple of those that they decode together.
 AT_ONCE = 16
@@ -162,13 +162,13 @@ def _generate(
 
 
 def _set_speculation(config: Config, hf_config: dict[str, Any], pool: EnginePool) -> None:
-    """Give all engines the rule or the schedule that [spec] asks for."""
+    """Give all engines the rule or the configuration that [spec] asks for."""
     if config.spec.mode == "adaptive":
         rule = learning(config, hf_config).rule()
         pool.everywhere(lambda engine: engine.set_spec_rule(rule))
     else:
-        schedule = SpecSchedule.fixed(config.spec.config())
-        pool.everywhere(lambda engine: engine.set_schedule(schedule))
+        fixed = config.spec.config()
+        pool.everywhere(lambda engine: engine.set_config(fixed))
 
 
 def _progress_bar() -> Progress:

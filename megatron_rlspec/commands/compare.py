@@ -36,7 +36,7 @@ from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig
 
 RESAMPLES = 2000
 MOST_REQUESTS = 256  # that the embedded engine decodes at once
@@ -140,7 +140,7 @@ def measure(
         drafter = {key: tensors[key] for key in tensors if is_drafter(key)}
         update_weights(engine, number, weights_of(drafter), "drafter")
         for k in steps:
-            engine.set_schedule(SpecSchedule.fixed(SpecConfig(k)))
+            engine.set_config(SpecConfig(k))
             samples = draw(engine, prompts, sampling, f"d{number:04d}-k{k:02d}")
             rounds[k][name] = np.array([rounds_of(sample) for sample in samples])
             for different, sample in zip(texts, samples, strict=True):

@@ -13,7 +13,7 @@ from megatron_rlspec.push.health import Health, HealthReport
 from megatron_rlspec.push.push import Source
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.types import RoundStats, Scope, SpecConfig, SpecSchedule
+from megatron_rlspec.types import RoundStats, Scope, SpecConfig
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -40,11 +40,11 @@ class DraftRule:
     """Tells engines how to draft, and learns from their rounds. A run has one.
 
     learning  follows acceptance and costs
-    fixed     the schedule of engines that do not choose; None: they choose by the rule of `learning`
+    fixed     the configuration of engines that do not choose; None: they choose by the rule of `learning`
     fell      whether the newest rollout accepted first drafts at most half as often as those before
     """
 
-    def __init__(self, learning: Learning, fixed: SpecSchedule | None = None) -> None:
+    def __init__(self, learning: Learning, fixed: SpecConfig | None = None) -> None:
         self.learning = learning
         self.fixed = fixed
         self.fell = False
@@ -52,14 +52,11 @@ class DraftRule:
         self._accepted: deque[float] = deque(maxlen=ROLLOUTS)
 
     def set(self, engine: RolloutEngine) -> None:
-        """Set the present rule, or the fixed schedule, on an engine. Raises EngineError."""
+        """Set the present rule, or the fixed configuration, on an engine. Raises EngineError."""
         if self.fixed is None:
             engine.set_spec_rule(self.learning.rule())
-        elif self.learning.sharpness is None:
-            engine.set_schedule(self.fixed)
         else:
-            sharpness = self.learning.sharpness
-            engine.set_spec_rule({"schedule": self.fixed.to_json(), "sharpness": sharpness})
+            engine.set_config(self.fixed, self.learning.sharpness)
 
     def gather(self, everywhere: Everywhere) -> tuple[Rounds, Reports]:
         """Return each engine's rounds since the last call, and the reports of their rules."""

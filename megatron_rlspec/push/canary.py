@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_finding, stamp_finding
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig
 
 CANARY_PROMPTS = 16
 
@@ -82,7 +82,7 @@ class Canary:
         expected  accept length under `chain`. The floor comes from the lower one of `expected` and the engine's last
                   good canary, because acceptance on the first tokens of answers differs from acceptance on the rest
 
-        Afterwards the engine still runs the schedule of `chain`, which the caller must replace.
+        Afterwards the engine still runs `chain`, which the caller must replace.
         """
         if not engines:
             return {}
@@ -155,7 +155,7 @@ def _generate(
         requests.append(Request(request_id, prompt, seed=version * len(prompts) + i))
     if chain is not None:
         engine.release()
-        engine.set_schedule(SpecSchedule.fixed(chain))
+        engine.set_config(chain)
     samples = engine.generate(requests, sampling)
     engine.stats()  # these rounds are no rollout's
     return samples

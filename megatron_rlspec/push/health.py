@@ -48,8 +48,8 @@ class Health:
 
     is_drafter  returns whether a Hugging Face name is a tensor of the drafter. If only such tensors differ, the target
                 is sound
-    speculate   sets an engine to the run's own rule or schedule, after canaries and repairs: (name, engine). None in a
-                run without speculation: the canary then checks version stamps only
+    speculate   sets an engine to the run's own rule or configuration, after canaries and repairs: (name, engine). None
+                in a run without speculation: the canary then checks version stamps only
     canary      prompts that every engine answers after a push, under the rollouts' `sampling`. Without prompts only
                 fingerprints are compared
     incident    called with the record of every incident, before an error is raised because of it

@@ -34,7 +34,7 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks.data import load_tokenizer
 from megatron_rlspec.tasks.order import DataError
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule, Verifier
+from megatron_rlspec.types import OFF, SpecConfig, Verifier
 
 # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
 UNPLACED = 0.7
@@ -345,7 +345,7 @@ def embedded_of(kind: Callable[..., Engine], config: Config) -> Engine:
             device="cuda" if torch.cuda.is_available() else "cpu",
             verifier=config.spec.verifier,
             drafts=config.spec.drafts,
-            schedule=SpecSchedule.fixed(spec),
+            config=spec,
             candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
             max_running_requests=config.rollout.max_running_requests,
             max_total_tokens=config.rollout.max_total_tokens or 65536,

@@ -26,13 +26,13 @@ from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.extension import Migration
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
-from megatron_rlspec.types import Prompt, Scope, SpecSchedule
+from megatron_rlspec.types import Prompt, Scope
 
 Named = Mapping[str, RolloutEngine]
 
 
 class RunDraftRule(DraftRule):
-    """The rule or schedule of a run's engines.
+    """The rule or configuration of a run's engines.
 
     drafts  whether engines speculate
     chain   draft steps of a canary
@@ -41,7 +41,7 @@ class RunDraftRule(DraftRule):
     def __init__(self, options: SpecSection, learning: Learning, rule_file: Path) -> None:
         """`rule_file`: where `learn` writes the present rule."""
         adaptive = options.mode == "adaptive"
-        super().__init__(learning, None if adaptive else SpecSchedule.fixed(options.config()))
+        super().__init__(learning, None if adaptive else options.config())
         self.chain = options.num_steps or (max(options.candidate_steps) if adaptive else 0)
         self.drafts = options.mode != "off" and self.chain > 0
         self._rule_file = rule_file
@@ -120,7 +120,7 @@ class Engines:
     # ---- speculation ------------------------------------------------------------------------------------------------
 
     def speculate(self, name: str, engine: RolloutEngine) -> None:
-        """Set the run's speculation rule or schedule on an engine. Drops the engine if it does not answer."""
+        """Set the run's speculation rule or configuration on an engine. Drops the engine if it does not answer."""
         try:
             self._speculation.set(engine)
         except EngineError as error:

@@ -64,7 +64,7 @@ class Learning:
     """Follows acceptance over rollouts, and makes the data of the engines' rule.
 
     candidate_steps  of the engines' rule
-    cost             of the model's rounds, which engines correct by their own
+    cost             of rounds, by the model's sizes; engines correct it by their own rounds
     adaptive         whether engines use `rule()`
     ragged           whether they verify of each request the drafts worth it; "auto": if that should gain
     """

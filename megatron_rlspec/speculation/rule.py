@@ -30,7 +30,7 @@ from megatron_rlspec.speculation.ragged import EXPLORE, Plan, Selection, counts_
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.speculation.trials import CHANGE, Situation, Trials
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 PATIENCE = 0.08  # rounds that staying must have lost, beyond what the change takes
 CATCH_UP = 0.1  # part of the time of catching up that staying off must have lost
@@ -52,9 +52,10 @@ class _Tally:
 
 
 class SpecRule:
-    """Chooses by a cost, or by a fixed `SpecSchedule`.
+    """Chooses the configuration of each round.
 
     candidates  configurations that the engine can run
+    cost        of rounds, by the model's sizes
     acceptance  what is known of accepted drafts
     forecast    acceptance a_1, a_2, ... that the trainer predicts for new weights. A configuration that pays off by it
                 is tried at once, and only once
@@ -67,15 +68,12 @@ class SpecRule:
     def __init__(
         self,
         candidates: Sequence[SpecConfig],
-        cost: Roofline | None = None,
-        schedule: SpecSchedule | None = None,
+        cost: Roofline,
         *,
         acceptance: Acceptance | None = None,
         forecast: Sequence[float] | None = None,
         ragged: bool = False,
     ) -> None:
-        if (cost is None) == (schedule is None):
-            raise ValueError("speculation rule: expected either a cost or a schedule")
         if forecast is not None and not (forecast and all(0 <= rate <= 1 for rate in forecast)):
             raise ValueError(f"forecast={list(forecast)}: expected rates in [0, 1], at least one")
         self.candidates = tuple(sorted(set(candidates)))
@@ -91,10 +89,8 @@ class SpecRule:
         self._planned = (-1, -1)  # batch and context that the plans are for, as octaves
         self._since_plan = 0
         self.cost = cost
-        self.schedule = schedule
         self.catch_up = 0
-        # Under a schedule both stay as they are.
-        self.times = RoundTimes(cost or _NO_COST, self.candidates)
+        self.times = RoundTimes(cost, self.candidates)
         self.trials = Trials(self.candidates, self.acceptance, self.times, forecast)
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
         self.limit({})
@@ -127,12 +123,6 @@ class SpecRule:
         if batch < 1:
             raise ValueError(f"batch={batch}, expected at least one running request")
         self.trials.unseen += 1
-        if self.schedule is not None:
-            config = self.schedule.choose(batch, context_tokens)
-            self._tally.rounds[config] += 1
-            self.catch_up = 0 if config.off else batch
-            return config
-        assert self.cost is not None
         per_token = self.cost.catch_up_ms
         rounds_missed = self._missed_rounds
 
@@ -222,7 +212,7 @@ class SpecRule:
                       known, or is a large part of it
         """
         runs = config in self.candidates and batch <= self._most_batch.get(config, batch)
-        if self.cost is None or not runs:
+        if not runs:
             return
         decoding: float | None = ms
         if caught_up_ms is None and self._catching_up:
@@ -233,7 +223,7 @@ class SpecRule:
         self.times.timed(config, batch, context_tokens, decoding, chosen)
 
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
-        """Do not run these configurations above these batches, as by their captured graphs. Schedules ignore it."""
+        """Do not run these configurations above these batches, as by their captured graphs."""
         self._most_batch = most_batch
         self._most = [most_batch.get(config, math.inf) for config in self.candidates]
 
@@ -259,9 +249,8 @@ class SpecRule:
             "switches": tally.switches,
             "probes": tally.trial_rounds,
             "acceptance": [round(rate, 4) for rate in self.acceptance.rates],
+            "learnt": self._learnt(),
         }
-        if self.cost is not None:
-            report["learnt"] = self._learnt()
         if tally.ms:
             report["predicted_ms"] = tally.ms
             report["estimated_regret"] = tally.lost_ms / tally.ms
@@ -366,23 +355,21 @@ class SpecRule:
 
     def to_json(self) -> dict[str, Any]:
         """Return settings and learnt state, for `from_json`."""
-        data: dict[str, Any] = {
+        return {
             "candidates": [list(astuple(config)) for config in self.candidates],
+            "roofline": self.cost.to_json(),
             "acceptance": self.acceptance.to_json(),
             "forecast": self.trials.forecast,
             "ragged": self.selection is not None,
+            "learnt": self._learnt(),
         }
-        if self.schedule is not None:
-            return data | {"schedule": self.schedule.to_json()}
-        assert self.cost is not None
-        return data | {"roofline": self.cost.to_json(), "learnt": self._learnt()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
         """Make a rule from JSON. Raises ValueError.
 
-        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and one of `roofline` and `schedule`.
-        Optional: `acceptance`, `forecast`, `ragged`, `chances` (drafts by log q that the trainer predicts), and
+        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and `roofline`. Optional:
+        `acceptance`, `forecast`, `ragged`, `chances` (drafts by log q that the trainer predicts), and
         `learnt` (as `report` returns it), which counts if it is of the same cost and candidates.
         """
         unknown = set(data) - _KEYS
@@ -391,19 +378,20 @@ class SpecRule:
             raise ValueError(
                 f"speculation rule: unknown field {min(unknown)!r}, expected among {expected}"
             )
-        if "candidates" not in data:
-            raise ValueError("speculation rule: no field 'candidates'")
+        for name in ("candidates", "roofline"):
+            if name not in data:
+                raise ValueError(f"speculation rule: no field {name!r}")
         acceptance = data.get("acceptance")
         rule = cls(
             [SpecConfig(*triple) for triple in data["candidates"]],
-            **_cost_or_schedule(data),
+            Roofline.from_json(data["roofline"]),
             acceptance=None if acceptance is None else Acceptance.from_json(acceptance),
             forecast=data.get("forecast"),
             ragged=data.get("ragged", False),
         )
         if rule.selection is not None and data.get("chances") is not None:
             rule.selection.foresee(counts_of(data["chances"]))
-        if rule.cost is not None and data.get("learnt") is not None:
+        if data.get("learnt") is not None:
             rule._restore(data["learnt"])
         return rule
 
@@ -418,8 +406,6 @@ class SpecRule:
             raise ValueError(f"speculation rule: learnt state without {error}") from None
 
 
-_NO_COST = Roofline(1.0, 0.0, 0.0, 0.0)
-_COSTS = ("roofline", "schedule")
 _KEYS = {
     "candidates",
     "acceptance",
@@ -427,20 +413,8 @@ _KEYS = {
     "forecast",
     "learnt",
     "ragged",
-    *_COSTS,
+    "roofline",
 }
-
-
-def _cost_or_schedule(data: Mapping[str, Any]) -> dict[str, Any]:
-    given = [name for name in _COSTS if data.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError(
-            f"speculation rule: expected exactly one of {', '.join(_COSTS)}, got {given or 'none'}"
-        )
-    value = data[given[0]]
-    if given == ["schedule"]:
-        return {"schedule": SpecSchedule.from_json(value)}
-    return {"cost": Roofline.from_json(value)}
 
 
 def _check_candidates(candidates: Sequence[SpecConfig]) -> int:

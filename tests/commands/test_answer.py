@@ -25,7 +25,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.start import Kind
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
-from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig
 
 DRAFTS = (1, 3, 5)
 
@@ -240,8 +240,7 @@ def test_the_trainer_measures_what_an_engine_accepts(drafts):
     asked = [Request(f"r{i:02d}", Prompt(i, np.arange(3, 9 + i % 3)), seed=i) for i in range(24)]
 
     def accepted(k: int, sharpness: float) -> tuple[float, list]:
-        rule = {"schedule": SpecSchedule.fixed(SpecConfig(k)).to_json(), "sharpness": sharpness}
-        engine.set_spec_rule(rule)
+        engine.set_config(SpecConfig(k), sharpness)
         samples = engine.generate(asked, Sampling(0.6, max_new_tokens=40, ignore_eos=True))
         return accept_length(pooled(sample.accepted for sample in samples)), samples
 

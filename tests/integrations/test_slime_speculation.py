@@ -40,7 +40,7 @@ class Engine:
     def set_spec_rule(self, rule):
         pass
 
-    def set_schedule(self, schedule):
+    def set_config(self, config, sharpness=None):
         raise AssertionError("a canary before the first push")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.push.fingerprint import fingerprint
-from megatron_rlspec.types import OFF, RoundStats, Sample, SpecSchedule
+from megatron_rlspec.types import OFF, RoundStats, Sample, SpecConfig
 
 
 class MemoryEngine:
@@ -26,9 +26,9 @@ class MemoryEngine:
         self.version = -1
         self.serving = False
         self.good_drafter: dict[str, int] = {}
-        self.waiting = SpecSchedule.fixed(OFF)  # the schedule to use; stored while speculation is held
+        self.waiting = OFF  # the configuration to run; stored while speculation is held
         self.held = ""
-        self.schedules: list[str] = []
+        self.configs: list[str] = []
         self.sessions: list[tuple[int, str, int]] = []  # version, scope, tensors received
         self.fail_at: int | None = None  # raise after this number of tensors of a session
         self.wire = lambda name, tensor: (name, tensor)  # what happens to a tensor on its way in
@@ -61,24 +61,24 @@ class MemoryEngine:
         return {name: fingerprint(tensor) for name, tensor in self.tensors.items()}
 
     @property
-    def schedule(self) -> SpecSchedule:
-        return SpecSchedule.fixed(OFF) if self.held else self.waiting
+    def config(self) -> SpecConfig:
+        return OFF if self.held else self.waiting
 
     def hold(self, reason):
         self.held = reason
-        self.schedules.append("off")
+        self.configs.append("off")
 
     def release(self):
         self.held = ""
 
-    def set_schedule(self, schedule):
-        self.waiting = schedule
-        self.schedules.append(str(schedule.configs[0][0]))
+    def set_config(self, config, sharpness=None):
+        self.waiting = config
+        self.configs.append(str(config))
 
     def generate(self, requests, sampling):
         if not self.serving:
             raise EngineError(f"{self.name}: no weights since a failed update")
-        steps = self.schedule.choose(len(requests), 0).num_steps
+        steps = self.config.num_steps
         good = all(fingerprint(self.tensors[n]) == mark for n, mark in self.good_drafter.items())
         samples = []
         for request in requests:

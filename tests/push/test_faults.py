@@ -22,16 +22,16 @@ from megatron_rlspec.push.detectors import HealthSettings, stamp_finding
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Pusher, PushError
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 MTP = "model.mtp_layers.0."
-SCHEDULE = SpecSchedule.fixed(SpecConfig(3))
+FIXED = SpecConfig(3)
 PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(8)]
 SAMPLING = Sampling(max_new_tokens=24, ignore_eos=True)
 
 
 def speculate(name, engine) -> None:
-    engine.set_schedule(SCHEDULE)
+    engine.set_config(FIXED)
 
 
 class Engine(EmbeddedEngine):
@@ -269,7 +269,7 @@ def test_a_drafter_that_stays_wrong_decodes_plainly_with_the_right_text():
     room.damage = lambda n, t: swap(t, 1) if n == name else t
     report = room.push()
     assert report.verdict.engines("plain") == ("a", "b") and report.serving == ("a", "b")
-    assert all(engine.choice.present == SpecSchedule.fixed(OFF) for engine in room.engines.values())
+    assert all(engine.choice.present == OFF for engine in room.engines.values())
     room.found.clear()
     room.rollout()
     assert room.found == []

@@ -10,9 +10,9 @@ from megatron_rlspec.push.detectors import HealthSettings, canary_finding, stamp
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import Pusher
-from megatron_rlspec.types import Prompt, Sample, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Sample, SpecConfig
 
-SCHEDULE = SpecSchedule.fixed(SpecConfig(5))
+FIXED = SpecConfig(5)
 PROMPTS = [Prompt(i, np.arange(4 + i)) for i in range(8)]
 
 
@@ -31,7 +31,7 @@ def exporter(version: int, damage=lambda name, tensor: tensor):
 
 
 def speculate(name, engine) -> None:
-    engine.set_schedule(SCHEDULE)
+    engine.set_config(FIXED)
 
 
 def healthy(engines, **settings) -> Health:
@@ -98,8 +98,8 @@ def test_a_lost_tensor_is_pushed_again_and_recorded_once():
     assert record["engine"] == "b" and record["action"] == "speculate" and record["after_second_push"] == []
     assert record["found"] == ["fingerprint: lacks model.mtp_layers.0.input_proj.weight"]
     assert [len(e.sessions) for e in engines.values()] == [1, 2]
-    # Speculation was off in between, and b ends with the schedule that was asked for.
-    assert engines["b"].schedules[0] == "off" and engines["b"].schedule == SCHEDULE
+    # Speculation was off in between, and b ends with the configuration that was asked for.
+    assert engines["b"].configs[0] == "off" and engines["b"].config == FIXED
 
 
 def test_canaries_stay_within_their_share_of_the_time(monkeypatch):
@@ -153,7 +153,7 @@ def test_an_engine_that_has_left_asks_for_no_canary():
 def test_a_run_without_speculation_checks_stamps_only():
     engines = {"a": MemoryEngine(acceptance=0.0)}
     health = Health(Pusher(engines), is_drafter, None, PROMPTS, settings=HealthSettings(canary_share=1.0))
-    assert not health.push(0, exporter(0), predicted=3.0).verdict.records and engines["a"].schedules == []
+    assert not health.push(0, exporter(0), predicted=3.0).verdict.records and engines["a"].configs == []
     engines["a"].after_update = lambda engine: setattr(engine, "version", 0)
     with pytest.raises(HealthError, match="no engine is left to serve: a: stamp"):
         health.push(1, exporter(1))
@@ -169,5 +169,5 @@ def test_a_joining_engine_runs_the_canary_and_gets_the_runs_rule():
     health.join("b")
     report = push(health, 2)
     assert report.canaries.keys() == {"a", "b"} and report.serving == ("a", "b")
-    assert health.pusher.engines["b"].schedules[-1] == "k5"
+    assert health.pusher.engines["b"].configs[-1] == "k5"
     assert not push(health, 3).canaries

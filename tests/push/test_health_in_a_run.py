@@ -24,7 +24,7 @@ from megatron_rlspec.run.loading import build_rollouts, start_rollouts
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, Prompt, Request, RoundStats, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, RoundStats, SpecConfig
 
 PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]
 CHAIN = SpecConfig(3)
@@ -92,9 +92,9 @@ def test_a_healthy_run_is_not_disturbed(run):
         metrics = run.push(version)
         assert metrics["health/canary_accept_length"] > 1.6 and metrics["health/canary_seconds"] > 0
         if run.config.spec.mode == "fixed":
-            assert run.engine.choice.present == SpecSchedule.fixed(CHAIN)
+            assert run.engine.choice.present == CHAIN
         else:
-            assert isinstance(run.engine.choice.present, SpecRule) and run.engine.choice.present.schedule is None
+            assert isinstance(run.engine.choice.present, SpecRule)
         assert run.engine.stats() == [], "the canary's rounds must not count as the rollouts'"
         run.draw(f"v{version}")
         assert run.rollouts.adapt(None)["spec/rounds"] > 0
@@ -106,17 +106,17 @@ def test_a_run_without_drafts_asks_no_canary_to_draft(run):
     """An engine that was started without drafts cannot."""
     metrics = run.push(1)
     assert metrics["health/serving_engines"] == 1 and "health/canary_accept_length" not in metrics
-    assert run.engine.choice.present == SpecSchedule.fixed(OFF)
+    assert run.engine.choice.present == OFF
 
 
 def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
     run.push(1)
     metrics = run.push(2, half_swap)
-    assert metrics["health/plain_engines"] == 1 and run.engine.choice.present == SpecSchedule.fixed(OFF)
+    assert metrics["health/plain_engines"] == 1 and run.engine.choice.present == OFF
     (event,) = run.events()
     assert event["action"] == "plain" and "canary: accept length 1." in event["after_second_push"][0]
     assert "no speculation until a later push: canary: accept length 1." in event["message"]
-    assert run.push(3)["health/plain_engines"] == 0 and run.engine.choice.present == SpecSchedule.fixed(CHAIN)
+    assert run.push(3)["health/plain_engines"] == 0 and run.engine.choice.present == CHAIN
     assert len(run.events()) == 1
 
 

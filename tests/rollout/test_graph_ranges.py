@@ -14,7 +14,7 @@ from megatron_rlspec.rollout.sglang.scheduler import decisions
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 STEPS = (0, 1, 2, 3, 5)
 
@@ -50,7 +50,7 @@ def test_a_fixed_number_of_drafts_is_captured_at_every_batch_and_a_rule_starts_w
     arguments, slots = asked(files, "--num-steps", "3")
     assert "--speculative-num-steps=1" in arguments
     settings = serve.arguments_for(serve.parser().parse_args(["--model", str(files)]), "cuda")[1]
-    assert settings.spec_rule is None, "the engine makes a rule of its model's config.json"
+    assert settings.num_steps is None, "the engine makes a rule of its model's config.json"
     assert 1 in steps_at(slots, 256) and 5 not in steps_at(slots, 256) and 5 in steps_at(slots, 64)
 
 
@@ -71,8 +71,8 @@ def test_every_engine_that_drafts_can_be_held_and_no_rule_gets_a_choice_by_that(
     decider.start(steps_at(slots, 1), max(chosen).num_steps)
     assert decider.candidates == chosen
     with pytest.raises(ValueError, match="cannot run off") if OFF not in chosen else nullcontext():
-        decider.set_schedule(SpecSchedule.fixed(OFF))
-    decider.set_schedule(SpecSchedule.fixed(chosen[-1]))
+        decider.set_config(OFF)
+    decider.set_config(chosen[-1])
     decider.hold("a bad push")
     assert decider.choose(4, 100, None)[0] == OFF
     decider.held = ""
@@ -98,8 +98,9 @@ def test_sglang_captures_the_ranges(sglang_models: ModuleType, files: Path, tmp_
     counted = graphs.count(slots, 256, start=0)
     assert {k: (3 if k > 1 else 2) * len(sizes) for k, sizes in captured.items()} == counted
 
-    decider = decisions.Decider(Settings("target_only", {"roofline": Roofline.of_layers(36).to_json()}))
+    decider = decisions.Decider(Settings("target_only"))
     decider.start(params.candidate_steps, 1)
+    decider.replace({"roofline": Roofline.of_layers(36).to_json()})
     decider.limit(captured, start=1)
     assert decider._most and max(decider._most) == SpecConfig(5) and OFF not in decider._most
     for batch in range(1, 257):

@@ -242,13 +242,9 @@ def asked(**changes: object) -> dict[str, object]:
     return {"requests": [{"id": "a", "input_ids": [11], "sampling": {"max_new_tokens": 4}} | changes]}
 
 
-def of_schedule(**changes: object) -> dict[str, object]:
-    return {"schedule": {"batch_edges": [1], "context_edges": [0], "configs": [[[1, 1, 2]]]} | changes}
-
-
 BUCKET = "weights/bucket?session=SESSION"
 RULE = "control/set_spec_rule"
-SCHEDULE = "control/set_schedule"
+CONFIG_ROUTE = "control/set_config"
 NEGATIVE = {"weights_ms": -1, "token_ms": 1, "context_ms": 0, "drafter": 0}
 JOIN = {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"}
 MALFORMED = [
@@ -256,8 +252,9 @@ MALFORMED = [
     ("generate", asked(input_ids=[11, 160]), "input_ids[1] is 160"),
     ("generate", asked(sampling={"stop": ["a"]}), "sampling.stop needs a tokenizer"),
     ("control/hold", {}, "reason is missing"),
-    (SCHEDULE, of_schedule(configs=[[[4, 1, 5]]]), "cannot run k4; it was launched with"),
-    (RULE, {"spec_rule": {}}, "expected exactly one of roofline, schedule"),
+    (CONFIG_ROUTE, {"config": [4, 1, 5]}, "cannot run k4; it was launched with"),
+    (CONFIG_ROUTE, {"config": [4]}, "config"),
+    (RULE, {"spec_rule": {}}, "no field 'roofline'"),
     (RULE, {"spec_rule": {"roofline": NEGATIVE}}, "weights_ms=-1: expected a number from 0"),
     (BUCKET, save({"model.norm.weigth": torch.ones(64)}), "did you mean model.norm.weight?"),
     (BUCKET, save({NORM: torch.ones(8, 8)}), "is [8, 8], but the engine's is [64]"),

@@ -35,7 +35,7 @@ from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.types import SpecConfig, SpecSchedule
+from megatron_rlspec.types import SpecConfig
 
 pytestmark = pytest.mark.slow
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=2, kv_heads=1, ffn=128, vocab=100)
@@ -82,7 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = tiny_mimo.write(folder / "model", CONFIG, WEIGHTS)
     write_tokenizer(model)
     with plain_server.started(model, folder, "1", ["--grammar-backend=xgrammar"]) as engine:
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(2)))
+        engine.set_config(SpecConfig(2))
         yield Server(engine, folder)
 
 

@@ -27,7 +27,7 @@ from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
-from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig
 
 SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in names_where(lambda record: record.served)}
 # On a CPU, SGLang takes hidden_size / heads for the head size of these classes.
@@ -102,7 +102,7 @@ def test_a_push_changes_what_the_engine_computes(served_model, tmp_path):
     drafts = bool(FAMILIES[config["architectures"][0]].sglang_drafter)
     assert engine.describe()["unnamed"] == ""
     if drafts:
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+        engine.set_config(SpecConfig(3))
     assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in old.items()}
     agrees_with_transformers(drawn(engine), config, old, tmp_path / "old")
 
@@ -115,13 +115,13 @@ def test_a_push_changes_what_the_engine_computes(served_model, tmp_path):
     if not drafts:
         wakes(engine, pusher, new)
         return
-    engine.set_schedule(SpecSchedule.fixed(OFF))
+    engine.set_config(OFF)
     plain = drawn(engine)
     assert [sample.tokens.tolist() for sample in plain] == [sample.tokens.tolist() for sample in samples]
 
     good = agreeing(new, config)
     own = set(name_table(config).drafter_names)
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    engine.set_config(SpecConfig(3))
     assert not pusher.push(2, lambda scope: [(n, t) for n, t in good.items() if n not in own], "target").failed
     random = accept_length(pooled(sample.accepted for sample in drawn(engine, 0.0)))
     assert not pusher.push(3, lambda scope: [(n, t) for n, t in good.items() if n in own], "drafter").failed

@@ -18,12 +18,14 @@ import pytest
 import tiny_mimo
 import torch
 import torch.distributed as dist
+from taking_turns import taking_turns
 
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
-from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig
 
 FOLDERS = os.environ.get("RLSPEC_SGLANG_OLD", "")
 pytestmark = [
@@ -72,8 +74,8 @@ def texts(samples: list[Sample]) -> list[list[int]]:
     return [s.response.tolist() for s in samples]
 
 
-def k(num_steps: int) -> SpecSchedule:
-    return SpecSchedule.fixed(SpecConfig(num_steps))
+def k(num_steps: int) -> SpecConfig:
+    return SpecConfig(num_steps)
 
 
 def test_the_engine_runs_the_old_version(engines):
@@ -83,15 +85,15 @@ def test_the_engine_runs_the_old_version(engines):
 def test_text_does_not_depend_on_speculation(engines):
     sampling = {"temperature": 1.0, "top_p": 0.95}
     plain = texts(generate(engines["plain"], "plain", **sampling))
-    # By context: off, then steps, then off again, with the drafter's gap closed in between.
-    switching = SpecSchedule((1,), (0, 25, 35, 45), ((OFF, SpecConfig(2), OFF, SpecConfig(3)),))
-    schedules = {"fixed-1": k(1), "fixed-3": k(3), "step-0": k(0), "off": SpecSchedule.fixed(OFF), "mixed": switching}
-    for name, schedule in schedules.items():
-        engines["adaptive"].set_schedule(schedule)
+    configs = {"fixed-1": k(1), "fixed-3": k(3), "step-0": k(0), "off": OFF}
+    for name, config in configs.items():
+        engines["adaptive"].set_config(config)
         engines["adaptive"].stats()
         assert texts(generate(engines["adaptive"], name, **sampling)) == plain, name
-        ran = {round.config for round in engines["adaptive"].stats()}
-        assert ran == {config for row in schedule.configs for config in row}, name
+        assert {round.config for round in engines["adaptive"].stats()} == {config}, name
+    with taking_turns(engines["adaptive"], OFF, k(2), k(3)):
+        assert texts(generate(engines["adaptive"], "mixed", **sampling)) == plain
+        assert len({round.config for round in engines["adaptive"].stats()}) > 1
     assert texts(generate(engines["unkeyed"], "unkeyed", **sampling)) != plain
 
 
@@ -99,7 +101,7 @@ def test_drafts_take_the_verifiers_noise(engines):
     """A drafter whose distribution is the target's drafts what the target samples."""
     engine = engines["adaptive"]
     assert engine.describe()["drafts"] == "coupled"
-    engine.set_spec_rule({"schedule": k(3).to_json(), "sharpness": 1.0})
+    engine.set_config(k(3), 1.0)
     engine.update_weights(7, tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]).items())
     assert rate(generate(engine, "coupled", tokens=13, temperature=1.0)) == 1.0
     engine.update_weights(8, WEIGHTS.items())
@@ -107,7 +109,7 @@ def test_drafts_take_the_verifiers_noise(engines):
 
 def test_the_pushed_drafter_is_the_one_that_drafts(engines):
     engine = engines["adaptive"]
-    engine.set_schedule(k(3))
+    engine.set_config(k(3))
     before = generate(engine, "before", temperature=0.0)
     agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
     engine.update_weights(1, agreeing.items())
@@ -137,7 +139,7 @@ def test_samples_continue_under_new_weights(engines):
     """Requests are waiting while the cache is flushed. Without our hook, SGLang would end."""
     engine = engines["adaptive"]
     done = []
-    engine.set_schedule(k(1))
+    engine.set_config(k(1))
     thread = threading.Thread(target=lambda: done.extend(generate(engine, "across", n=2, tokens=24)))
     thread.start()
     while not engine.stats():
@@ -149,7 +151,7 @@ def test_samples_continue_under_new_weights(engines):
 
 def test_a_new_rule_decides_and_reports(engines):
     engine = engines["adaptive"]
-    engine.set_spec_rule({"schedule": k(2).to_json()})
+    engine.set_spec_rule({"roofline": Roofline.of_layers(8).to_json()})
     generate(engine, "rule", temperature=1.0)
     assert engine.spec_rule_report()
 
@@ -175,7 +177,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """Start SGLang's own `launch_server` with the plugin active, as in slime's engines."""
     room = tmp_path_factory.mktemp("plain")
     model = tiny_mimo.write(room / "mimo", CONFIG, WEIGHTS)
-    settings = {"verifier": "target_only", "spec_rule": {"schedule": k(2).to_json()}, "deliveries": True}
+    settings = {"verifier": "target_only", "num_steps": 2, "deliveries": True}
     with plain_server.started(model, room, json.dumps(settings), path=FOLDERS.split(os.pathsep)) as engine:
         yield engine
 

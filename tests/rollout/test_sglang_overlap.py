@@ -17,11 +17,12 @@ import pytest
 import requests
 import test_sglang_engine as same
 import tiny_mimo
+from taking_turns import taking_turns
 from test_sglang_engine import CONFIG, SERVE, WEIGHTS, k, texts
 
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig
 
 pytestmark = pytest.mark.slow
 KEY = "right-key"
@@ -96,7 +97,7 @@ def test_rounds_of_a_biased_batch_are_even(engines: Engines) -> None:
         return requests.post(f"{engine.url}/generate", json=body, headers=headers, timeout=60).json()["output_ids"]
 
     try:
-        engine.set_schedule(SpecSchedule.fixed(OFF))
+        engine.set_config(OFF)
         plain = text()
         engine.set_spec_rule(same.choosing(same.WORTH_IT["none"]))
         engine.generate(same.requests(16), Sampling(max_new_tokens=40, ignore_eos=True))  # from which it learns
@@ -106,7 +107,7 @@ def test_rounds_of_a_biased_batch_are_even(engines: Engines) -> None:
         rounds = engine.stats()
         assert sum(s.verified for s in rounds) == 3 * sum(sum(s.accepted) for s in rounds) > 0
     finally:
-        engine.set_schedule(k(3))
+        engine.set_config(k(3))
 
 
 SAME = [
@@ -134,7 +135,7 @@ def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(
 
 def test_an_aborted_sample_holds_no_token_after_its_end(engines: Engines) -> None:
     engine = engines["adaptive"]
-    engine.set_schedule(k(3))
+    engine.set_config(k(3))
     same.test_an_aborted_sample_holds_no_token_after_its_end({"adaptive": engine}, "adaptive")
 
 
@@ -147,12 +148,11 @@ def test_rounds_of_finished_requests_do_not_count(engines: Engines) -> None:
     """A request that ends at a stop token takes part in the round that was launched before that was known."""
     engine = engines["adaptive"]
     stopping = Sampling(temperature=1.0, max_new_tokens=60, stop_token_ids=tuple(range(3, 12)))
-    for schedule in (k(2), SpecSchedule.fixed(OFF)):
-        engine.set_schedule(schedule)
+    for config in (k(2), OFF):
+        engine.set_config(config)
         engine.stats()
         samples = engine.generate(same.requests(12, "ends"), stopping)
         assert len({len(s.response) for s in samples}) > 4
-        [config] = {config for row in schedule.configs for config in row}
         width = config.num_steps + 1
         by_round = np.zeros(width)
         by_sample = np.zeros(width)
@@ -175,15 +175,16 @@ def test_a_request_that_ends_while_off_adds_no_unread_tokens_to_the_prefix_tree(
 
     def turns(version: int, together: SpecConfig) -> Sample:
         engine.update_weights(version, same.half_wrong_drafter().items())  # empties the tree
-        engine.set_schedule(SpecSchedule((1, 2), (0,), ((SpecConfig(3),), (together,))))
+        engine.set_config(SpecConfig(3))
         sampling = Sampling(temperature=0.3, max_new_tokens=400, ignore_eos=True)
         end = same.started(engine, [beside], sampling, least=5)
-        [first] = engine.generate([ending], Sampling(temperature=0.3, max_new_tokens=60, ignore_eos=True))
+        with taking_turns(engine, together, SpecConfig(3)):
+            [first] = engine.generate([ending], Sampling(temperature=0.3, max_new_tokens=60, ignore_eos=True))
         assert engine.progress().running
         engine.abort()
         end()
         later = Request("later.", Prompt(2, np.concatenate([first.tokens, [5, 6, 7]])), seed=7)
-        engine.set_schedule(k(3))
+        engine.set_config(k(3))
         [second] = engine.generate([later], Sampling(temperature=0.3, max_new_tokens=100, ignore_eos=True))
         return second
 
@@ -191,7 +192,7 @@ def test_a_request_that_ends_while_off_adds_no_unread_tokens_to_the_prefix_tree(
         always = turns(80, SpecConfig(3))
         again = turns(81, OFF)
     finally:
-        engine.set_schedule(k(3))
+        engine.set_config(k(3))
         engine.update_weights(0, WEIGHTS.items())
     assert texts([always]) == texts([again])
     assert always.accepted == again.accepted and sum(always.accepted[1:]) > 10
@@ -200,7 +201,7 @@ def test_a_request_that_ends_while_off_adds_no_unread_tokens_to_the_prefix_tree(
 def test_prompts_enter_the_prefix_tree_while_off(engines: Engines) -> None:
     """The drafter reads every prompt, so a second sample of the same prompt reuses it."""
     engine = engines["adaptive"]
-    engine.set_schedule(SpecSchedule.fixed(OFF))
+    engine.set_config(OFF)
     sampling = {"max_new_tokens": 6, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": list(range(20, 60)), "sampling_params": sampling}
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -218,7 +219,7 @@ def test_each_token_is_drawn_under_the_weights_that_its_span_names(engines: Engi
     sampling = Sampling(max_new_tokens=300, ignore_eos=True)
     asked = same.requests(4, "span")
     engine.update_weights(0, WEIGHTS.items())  # other tests leave the same weights under other versions
-    engine.set_schedule(k(3))
+    engine.set_config(k(3))
     before = engine.generate(asked, sampling)
     end_of = same.started(engine, asked, sampling, least=5)
     try:
@@ -253,9 +254,9 @@ def test_retraction_changes_no_text(plain: SGLangEngine, checkpoint: Path, tmp_p
     environment = {emulation.VARIABLE: EMULATED[emulated]} | retracting
     with emulation.launch(checkpoint, log, arguments, environment, KEY) as process:
         engine = SGLangEngine.of(process.wait(), timeout=120)
-        for schedule in (k(3), same.SWITCHING, SpecSchedule.fixed(OFF)):
-            engine.set_schedule(schedule)
-            samples = engine.generate(asked, sampling)
+        for configs in ((k(3),), same.SWITCHING, (OFF,)):
+            with taking_turns(engine, *configs):
+                samples = engine.generate(asked, sampling)
             assert texts(samples) == texts(expected)
             for one, other in zip(samples, expected, strict=True):
                 np.testing.assert_allclose(one.behaviour_logprobs, other.behaviour_logprobs, atol=2e-4)

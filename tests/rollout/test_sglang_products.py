@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.packed import LEAST
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 READERS = {
     "begin_weight_update",
@@ -66,5 +66,5 @@ def test_texts_follow_an_update_of_packed_weights(tmp_path: Path):
                 theirs.update_weights(version, [(k, v.float()) for k, v in tensors.items()])
             expected = [sample.response.tolist() for sample in ours.generate(wanted, sampling)]
             for spec in (SpecConfig(2), OFF):
-                theirs.set_schedule(SpecSchedule.fixed(spec))
+                theirs.set_config(spec)
                 assert [sample.response.tolist() for sample in theirs.generate(wanted, sampling)] == expected

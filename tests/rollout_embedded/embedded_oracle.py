@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from datetime import timedelta
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.types import Prompt, Request, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig
 
 
 def tiny(vocab=32, hidden=16, layers=2, heads=4, kv_heads=2, seed=0, sharpness=1.0, drafter="noisy", tied=False):
@@ -159,11 +160,38 @@ class Oracle:
         return self.w[prefix + "input_proj.weight"] @ both
 
 
-def engine_of(config, tensors, spec: SpecConfig | SpecSchedule | None = None, kind=EmbeddedEngine, **options):
+class Switching:
+    """Decides as a rule does: by batch and context alone, and from round to round for another configuration."""
+
+    selection = None
+
+    def __init__(self, *configs: SpecConfig) -> None:
+        self.configs = configs
+
+    def choose(self, batch, context, missed, apart):
+        return self.configs[zlib.crc32(f"{batch} {context}".encode()) % len(self.configs)]
+
+    def observe(self, *_):
+        return ()
+
+    def timed(self, *_, **__):
+        pass
+
+
+def decide(engine, spec: SpecConfig | Switching) -> None:
+    """Let an engine run one configuration, or several in turns."""
     if isinstance(spec, SpecConfig):
-        spec = SpecSchedule.fixed(spec)
+        engine.set_config(spec)
+    else:
+        engine.choice.check(spec.configs)
+        engine.choice.chosen = spec
+
+
+def engine_of(config, tensors, spec: SpecConfig | Switching = OFF, kind=EmbeddedEngine, **options):
     options = {"dtype": torch.float64, "max_total_tokens": 4096, "max_length": 256} | options
-    return kind(config, tensors.items(), schedule=spec, **options)
+    engine = kind(config, tensors.items(), **options)
+    decide(engine, spec)
+    return engine
 
 
 def meet(meeting: str) -> tuple[int, int]:

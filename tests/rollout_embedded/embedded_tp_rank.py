@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from test_lossless_equality import SWITCHING, wanted
 
-from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 
 def answers(meeting: str) -> dict[str, Any]:
@@ -23,10 +23,10 @@ def answers(meeting: str) -> dict[str, Any]:
     answer = {"shards": [list(engine.model.tensors[n].view.shape) for n in ("lm_head.weight", "model.norm.weight")]}
     plain = Sampling(max_new_tokens=24, ignore_eos=True)
     requests = wanted(24)
-    for name, schedule in (("chain", SpecSchedule.fixed(SpecConfig(3))), ("switching", SWITCHING)):
-        engine.set_schedule(schedule)
+    for name, spec in (("chain", SpecConfig(3)), ("switching", SWITCHING)):
+        oracle.decide(engine, spec)
         answer[name] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    engine.set_config(SpecConfig(3))
     for name, words in (("few words", [1, 2, 3, 5, 8, 13, 47]), ("words of one rank", [1, 2, 3, 4])):
         engine.set_draft_vocabulary(np.array(words))
         engine.stats()
@@ -35,7 +35,7 @@ def answers(meeting: str) -> dict[str, Any]:
     engine.update_weights(1, other.items())
     answer["fingerprints"] = {name: str(value) for name, value in engine.fingerprints().items()}
     answer["updated"] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}
-    engine.set_schedule(SpecSchedule.fixed(OFF))
+    engine.set_config(OFF)
     if rank == 0:  # an abort on one rank ends the sample on both, after the same round
         done = []
         long = Sampling(max_new_tokens=220, ignore_eos=True)

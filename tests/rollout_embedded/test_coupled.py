@@ -16,7 +16,7 @@ from megatron_rlspec.run.engines import RunDraftRule
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig
 
 torch.set_num_threads(1)
 DRAWS = 10_000
@@ -99,7 +99,7 @@ def rounds(model, sampling, spec=CHAIN, words=None, sharpness=None, **options):
     if words is not None:
         engine.set_draft_vocabulary(words)
     if sharpness is not None:
-        engine.set_spec_rule({"schedule": SpecSchedule.fixed(spec).to_json(), "sharpness": sharpness})
+        engine.set_config(spec, sharpness)
     texts = [sample.response.tolist() for sample in engine.generate(requests, sampling)]
     counts = np.zeros(8)
     for stat in engine.stats():
@@ -143,9 +143,8 @@ def test_an_engine_drafts_with_the_sharpness_that_config_json_states_until_a_rul
     config, tensors = model
     for stated in (None, 1.5):
         engine = oracle.engine_of(config | {"rlspec_sharpness": stated}, tensors, CHAIN)
-        rule = {"schedule": SpecSchedule.fixed(CHAIN).to_json()}
-        for given, expected in (({}, stated or SHARPNESS[0]), ({"sharpness": 1.0}, 1.0), ({}, 1.0)):
-            engine.set_spec_rule(rule | given)
+        for given, expected in ((None, stated or SHARPNESS[0]), (1.0, 1.0), (None, 1.0)):
+            engine.set_config(CHAIN, given)
             assert engine.describe()["sharpness"] == expected
 
 

@@ -14,7 +14,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
-from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig
 
 SIZE, VOCABULARY = 60, 160
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "8192", "--max-running-requests", "16"]
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(
     with process:
         theirs = SGLangEngine.of(process, timeout=120)
         process.wait()
-        theirs.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+        theirs.set_config(SpecConfig(3))
         assert theirs.describe()["draft_vocabulary"] == SIZE
         found = []
 

@@ -16,7 +16,7 @@ from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder
 from megatron_rlspec.rollout.embedded.parallel import Solo
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 WORDS = torch.tensor([0, 3, 4, 5, 9, 17, 18, 20, 31, 33, 34, 40, 47, 52, 53, 63])
 SAME = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
@@ -63,9 +63,9 @@ def engine(tensors, hf=HF, **options):
     )
 
 
-def drawn(running, schedule, count=6, **sampling):
-    """Draw samples of two prompts under a schedule."""
-    running.set_schedule(schedule)
+def drawn(running, config, count=6, **sampling):
+    """Draw samples of two prompts under a configuration."""
+    running.set_config(config)
     prompts = [Prompt(0, np.arange(5, 6)), Prompt(1, np.arange(7, 19))]
     requests = [Request(f"{time.monotonic_ns()}-{i:02d}", prompts[i % 2], seed=i) for i in range(count)]
     return running.generate(requests, Sampling(max_new_tokens=20, **sampling))
@@ -79,18 +79,18 @@ def tensors():
 @pytest.mark.parametrize(("drafts", "hf"), [(1, HF), (3, HF), (2, DEEP)], ids=["k1", "k3", "layers and norms"])
 def test_the_text_is_that_of_plain_decoding(drafts, hf):
     running = engine(weights(hf), hf)
-    plain = drawn(running, SpecSchedule.fixed(OFF), temperature=1.0)
-    drafting = drawn(running, SpecSchedule.fixed(SpecConfig(drafts)), temperature=1.0)
+    plain = drawn(running, OFF, temperature=1.0)
+    drafting = drawn(running, SpecConfig(drafts), temperature=1.0)
     assert [s.tokens.tolist() for s in plain] == [s.tokens.tolist() for s in drafting]
     assert sum(sum(s.accepted[1:]) for s in drafting) > 0, "no draft was accepted, so nothing was tested"
 
 
 def test_catching_up_after_rounds_without_drafts(tensors, monkeypatch):
     running = engine(tensors, prefill_chunk=4)
-    plain = drawn(running, SpecSchedule.fixed(OFF), 16, temperature=1.0)
+    plain = drawn(running, OFF, 16, temperature=1.0)
     rounds = itertools.count()
-    monkeypatch.setattr(SpecSchedule, "choose", lambda *_: OFF if next(rounds) % 3 else SpecConfig(3))
-    drafting = drawn(running, SpecSchedule.fixed(SpecConfig(3)), 16, temperature=1.0)
+    monkeypatch.setattr(running.choice, "choose", lambda *_: OFF if next(rounds) % 3 else SpecConfig(3))
+    drafting = drawn(running, SpecConfig(3), 16, temperature=1.0)
     assert [s.tokens.tolist() for s in plain] == [s.tokens.tolist() for s in drafting]
     assert sum(sum(s.accepted[1:]) for s in drafting) > 0
 
@@ -114,7 +114,7 @@ def recorded(hf):
     worst = 0.0
     for prompt in (Prompt(0, np.arange(5, 6)), Prompt(1, np.arange(7, 19))):
         found.clear()
-        running.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+        running.set_config(SpecConfig(3))
         (sample,) = running.generate(
             [Request(f"r{prompt.id}", prompt, 3)], Sampling(max_new_tokens=20, temperature=0.0)
         )

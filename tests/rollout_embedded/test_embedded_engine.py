@@ -19,7 +19,7 @@ from megatron_rlspec.rollout.embedded import draft
 from megatron_rlspec.rollout.embedded import engine as embedded_engine
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 torch.set_num_threads(1)
 FREE = Sampling(max_new_tokens=16, ignore_eos=True)
@@ -62,7 +62,7 @@ def test_a_prompt_of_one_token_has_a_round_of_its_own_only_where_others_draft(mo
     expected = texts(engine.generate(asked, two))
     assert batches == [3, 3]
     if drafter:
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(1)))
+        engine.set_config(SpecConfig(1))
         assert texts(engine.generate(asked, two)) == expected and batches[2:4] == [2, 1]
         engine.hold("plain rounds")
         engine.generate(asked, two)
@@ -75,7 +75,7 @@ def test_held_engine_does_not_speculate_and_keeps_what_is_set_during_the_hold(mo
     drafted = texts(engine.generate(asked, FREE))
     engine.hold("fingerprint: another drafter")
     assert engine.describe()["held"] == "fingerprint: another drafter"
-    engine.set_schedule(SpecSchedule.fixed(SpecConfig(2)))
+    engine.set_config(SpecConfig(2))
     engine.stats()
     assert texts(engine.generate(asked, FREE)) == drafted
     assert {s.config for s in engine.stats()} == {OFF}
@@ -100,8 +100,9 @@ def test_draft_logits_are_the_naive_drafters_at_every_depth(model, monkeypatch, 
         return logits.log_softmax(-1).amax(-1), token
 
     monkeypatch.setattr(draft, "likeliest", recording)
-    late = SpecSchedule((1,), (0, 30), ((OFF, SpecConfig(3)),))  # off below 30 tokens of context, 17 at the start
-    engine = oracle.engine_of(*model, late if catch_up else SpecConfig(3), prefill_chunk=4, drafts="argmax")
+    engine = oracle.engine_of(*model, SpecConfig(3), prefill_chunk=4, drafts="argmax")
+    if catch_up:  # off below 30 tokens of context, 17 at the start
+        monkeypatch.setattr(engine.choice, "choose", lambda _, context, __: OFF if context < 30 else SpecConfig(3))
     samples = engine.generate(oracle.requests([PROMPTS[0], PROMPTS[3]]), Sampling(max_new_tokens=24, ignore_eos=True))
     naive = oracle.Oracle(*model)
     rounds = [seen[i : i + 3] for i in range(0, len(seen), 3)]
@@ -174,7 +175,7 @@ def test_off_pays_no_drafter(model):
     engine.model.draft = never
     engine.generate(oracle.requests(PROMPTS), FREE)
     with pytest.raises(AssertionError, match="drafter ran"):
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(0)))
+        engine.set_config(SpecConfig(0))
         engine.generate(oracle.requests(PROMPTS[3:]), FREE)
 
 
@@ -386,7 +387,7 @@ def test_what_the_engine_refuses(model):
     with pytest.raises(ValueError, match="verifier='positions'; known: "):
         oracle.engine_of(config, tensors, verifier="positions")
     with pytest.raises(EngineError, match="max_draft_tokens >= 101"):
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(100)))
+        engine.set_config(SpecConfig(100))
     plain = {k: v for k, v in tensors.items() if "mtp" not in k}
     qwen = config | {"architectures": ["Qwen2ForCausalLM"]}
     with pytest.raises(EngineError, match="k1 needs a drafter"):

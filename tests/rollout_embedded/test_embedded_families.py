@@ -9,7 +9,7 @@ from test_served_families import agrees_with_transformers, drawn
 from megatron_rlspec.models.families import names_where
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.rollout.embedded.model import Architecture
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 EMBEDDED = {name: config_of(name, eos_token_id=2) for name in names_where(lambda record: record.embedded)}
 EMBEDDED["LlamaForCausalLM 3.1"] = config_of("LlamaForCausalLM", eos_token_id=2, rope_scaling=LLAMA3)
@@ -30,8 +30,8 @@ def test_log_probs_are_those_of_transformers(model, tmp_path):
     config = EMBEDDED[model]
     tensors = checkpoint(config, tmp_path / "names")
     drafts = config["num_nextn_predict_layers"] > 0
-    schedule = SpecSchedule.fixed(SpecConfig(3) if drafts else OFF)
-    engine = EmbeddedEngine(config, tensors.items(), dtype=torch.float32, device="cpu", schedule=schedule)
+    spec = SpecConfig(3) if drafts else OFF
+    engine = EmbeddedEngine(config, tensors.items(), dtype=torch.float32, device="cpu", config=spec)
     samples = drawn(engine)
     agrees_with_transformers(samples, config, tensors, tmp_path / "oracle")
     assert {str(found.config) for found in engine.stats()} == {"k3" if drafts else "off"}

@@ -19,7 +19,7 @@ from lossless_tools import Target, bins_of, chi_square
 from safetensors.torch import save_file
 from test_lossless_statistical import ALPHA, SAMPLES
 
-from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig
 
 torch.set_num_threads(1)
 pytestmark = [pytest.mark.lossless, pytest.mark.slow]
@@ -62,9 +62,8 @@ def wanted(count):
 
 def test_sglang_drafts_with_the_sharpness_that_config_json_states_until_a_rule_names_one(servers):
     engine = servers["position_keyed"]
-    rule = {"schedule": SpecSchedule.fixed(SpecConfig(3)).to_json()}
-    for given, expected in (({}, 1.5), ({"sharpness": 2.0}, 2.0), ({}, 2.0)):
-        engine.set_spec_rule(rule | given)
+    for given, expected in ((None, 1.5), (2.0, 2.0), (None, 2.0)):
+        engine.set_config(SpecConfig(3), given)
         assert engine.describe()["sharpness"] == expected
 
 
@@ -91,8 +90,7 @@ def test_the_same_seed_gives_the_same_text(servers, model, sampling):
 @pytest.mark.parametrize("sharpness", [1.0, 2.0])
 def test_the_same_seed_gives_the_same_drafts(servers, model, sharpness):
     """SGLang's prefill samples the first token without drafts; here the prompt has it. Then rounds start alike."""
-    rule = {"schedule": SpecSchedule.fixed(SpecConfig(3)).to_json(), "sharpness": sharpness}
-    servers["position_keyed"].set_spec_rule(rule)
+    servers["position_keyed"].set_config(SpecConfig(3), sharpness)
     sampling = Sampling(max_new_tokens=32, ignore_eos=True)
     theirs = servers["position_keyed"].generate(wanted(48), sampling)
     begun = [
@@ -102,7 +100,7 @@ def test_the_same_seed_gives_the_same_drafts(servers, model, sharpness):
     spans = {}
     for drafts in ("coupled", "argmax"):
         engine = oracle.engine_of(*model, SpecConfig(3), dtype=torch.float32, drafts=drafts)
-        engine.set_spec_rule(rule)
+        engine.set_config(SpecConfig(3), sharpness)
         ours = engine.generate(begun, replace(sampling, max_new_tokens=31))
         spans[drafts] = [tuple((a + 1, b + 1) for a, b in sample.accepted_spans) for sample in ours]
     equal = [a == b.accepted_spans for a, b in zip(spans["coupled"], theirs, strict=True)]

@@ -15,19 +15,12 @@ from lossless_tools import Target
 from megatron_rlspec.rollout.embedded import verify
 from megatron_rlspec.speculation.ragged import BINS
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.lossless
-# by batch and by context: what a sample runs under changes many times in its life
-SWITCHING = SpecSchedule(
-    (1, 4, 9, 14),
-    (0, 60, 120, 180, 240, 300),
-    tuple(
-        tuple((OFF, SpecConfig(3), SpecConfig(2), SpecConfig(1), OFF, SpecConfig(5))[(i + j) % 6] for j in range(6))
-        for i in range(4)
-    ),
-)
+# What a sample runs under changes many times in its life.
+SWITCHING = oracle.Switching(OFF, SpecConfig(3), SpecConfig(2), SpecConfig(1), OFF, SpecConfig(5))
 VARIATIONS = {
     "k0": SpecConfig(0),
     "k1": SpecConfig(1),
@@ -99,7 +92,7 @@ def vary(model, name, requests, sampling):
 
 
 @pytest.mark.parametrize("sampling", ["plain", "filtered"])
-def test_no_schedule_shows_in_the_text(model, sampling):
+def test_no_configuration_shows_in_the_text(model, sampling):
     requests = wanted(40 if sampling == "plain" else 24)
     expected = plain(model, requests, SAMPLINGS[sampling])
     assert len({tuple(text) for text in expected.values()}) > 20
@@ -151,7 +144,7 @@ def test_no_draft_vocabulary_shows_in_the_text(model, name, sampling):
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", VARIATIONS)
-def test_no_schedule_shows_in_a_thousand_texts(model, name, sampling):
+def test_no_configuration_shows_in_a_thousand_texts(model, name, sampling):
     requests = wanted(1000, seed=1)
     if sampling not in THOUSAND:
         THOUSAND[sampling] = plain(model, requests, SAMPLINGS[sampling])

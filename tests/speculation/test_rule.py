@@ -13,7 +13,7 @@ from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
 from megatron_rlspec.speculation.trials import FREE, SHARE
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 CANDIDATES = chains((0, 1, 2, 3, 5))
 H100 = of_hardware(*HARDWARE["H100"])
@@ -196,11 +196,8 @@ def test_a_forecast_that_drafting_pays_is_tried_at_once_and_only_once():
     assert count(machine.run(100, 4), lambda config: config.num_steps > 1) > 50
 
 
-def test_a_schedule_decides_every_round():
-    rule = SpecRule(CANDIDATES, schedule=SpecSchedule((1, 8), (0,), ((SpecConfig(3),), (OFF,))))
-    assert rule.choose(4, 400) == SpecConfig(3) and rule.catch_up == 4
-    assert rule.choose(8, 800) == OFF
-    assert rule.report()["rounds"] == {"off": 1, "k3": 1}
+def test_a_rule_goes_through_json():
+    rule = SpecRule(CANDIDATES, SIZES, forecast=[0.9])
     assert SpecRule.from_json(rule.to_json()).to_json() == rule.to_json()
 
 
@@ -208,7 +205,6 @@ def test_a_schedule_decides_every_round():
     ("data", "expected"),
     [
         ({"colour": 1}, "unknown field 'colour'"),
-        ({"schedule": {}}, "exactly one of"),
         ({"candidates": [[1, 1, 2], [2, 2, 4]]}, "among chains"),
     ],
 )
@@ -217,3 +213,5 @@ def test_bad_data_gets_one_line(data, expected):
     good.pop("learnt")
     with pytest.raises(ValueError, match=expected):
         SpecRule.from_json(good | data)
+    with pytest.raises(ValueError, match="no field 'roofline'"):
+        SpecRule.from_json({"candidates": [[1, 1, 2]]})

@@ -1,4 +1,4 @@
-"""What chooses the configuration of an embedded engine's next round: a schedule, a rule, or a hold."""
+"""What chooses the configuration of an embedded engine's next round: a fixed one, a rule, or a hold."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
-
-PLAIN = SpecSchedule.fixed(OFF)
+from megatron_rlspec.types import OFF, SpecConfig
 
 
 class ConfigChoice:
-    """See `RolloutEngine.set_schedule`, `set_spec_rule`, `hold` and `release`.
+    """See `RolloutEngine.set_config`, `set_spec_rule`, `hold` and `release`.
 
     candidates        of a rule that names none
     max_draft_tokens  tokens of a sample that a round verifies, at most
@@ -30,18 +28,18 @@ class ConfigChoice:
         self.candidates = tuple(candidates)
         self.max_draft_tokens = max_draft_tokens
         self.held = ""  # why speculation is held off
-        self.chosen: SpecSchedule | SpecRule = PLAIN  # also while it is held off
-        # the last rule set; a schedule may have replaced it since
+        self.chosen: SpecConfig | SpecRule = OFF  # also while it is held off
+        # the last rule set; a configuration may have replaced it since
         self.rule: SpecRule | None = None
 
     @property
-    def present(self) -> SpecSchedule | SpecRule:
-        """Return the schedule or rule of the next round."""
-        return PLAIN if self.held else self.chosen
+    def present(self) -> SpecConfig | SpecRule:
+        """Return the configuration or rule of the next round."""
+        return OFF if self.held else self.chosen
 
-    def set_schedule(self, schedule: SpecSchedule) -> None:
-        self.check(config for row in schedule.configs for config in row)
-        self.chosen = schedule
+    def set_config(self, config: SpecConfig) -> None:
+        self.check([config])
+        self.chosen = config
 
     def set_rule(self, data: Mapping[str, Any]) -> None:
         """Set a rule of JSON, which chooses from the engine's own candidates if it names none.
@@ -58,14 +56,14 @@ class ConfigChoice:
         self.chosen = self.rule = rule
 
     def report(self) -> dict[str, Any]:
-        """Return `SpecRule.report` since the last call; {} under a schedule."""
-        return self.chosen.report() if isinstance(self.chosen, SpecRule) else {}
+        """Return `SpecRule.report` since the last call; {} without a rule."""
+        return {} if isinstance(self.chosen, SpecConfig) else self.chosen.report()
 
     @property
     def deciding(self) -> SpecRule | None:
-        """Return the rule of the next round; None under a schedule."""
+        """Return the rule of the next round; None without one."""
         chooser = self.present
-        return chooser if isinstance(chooser, SpecRule) else None
+        return None if isinstance(chooser, SpecConfig) else chooser
 
     def choose(self, batch: int, context: int, missed: Callable[[], int]) -> SpecConfig:
         """Return the next round's configuration.
@@ -73,8 +71,8 @@ class ConfigChoice:
         missed  returns how many tokens the drafter must run on beyond those of a usual round
         """
         chooser = self.present
-        if isinstance(chooser, SpecSchedule):
-            return chooser.choose(batch, context)
+        if isinstance(chooser, SpecConfig):
+            return chooser
         behind = missed()
         return chooser.choose(batch, context, lambda n: behind, apart=False)
 

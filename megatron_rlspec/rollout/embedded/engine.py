@@ -26,7 +26,7 @@ from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.rollout.embedded.cache import Cache
-from megatron_rlspec.rollout.embedded.choice import PLAIN, ConfigChoice
+from megatron_rlspec.rollout.embedded.choice import ConfigChoice
 from megatron_rlspec.rollout.embedded.draft import Chains
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
@@ -46,7 +46,6 @@ from megatron_rlspec.types import (
     Sampling,
     Scope,
     SpecConfig,
-    SpecSchedule,
     Verifier,
 )
 
@@ -95,7 +94,7 @@ class EmbeddedEngine:
         device: str = "cpu",
         verifier: Verifier = "position_keyed",
         drafts: Drafts = "coupled",
-        schedule: SpecSchedule | None = None,
+        config: SpecConfig = OFF,
         candidates: Sequence[SpecConfig] = CANDIDATES,
         max_running_requests: int = 256,
         max_total_tokens: int = 65536,
@@ -139,7 +138,7 @@ class EmbeddedEngine:
         self._update: _Update | None = None
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
         self._doubtful = set(self.model.tensors)  # tensors that no update has delivered completely
-        self.set_schedule(schedule or PLAIN)
+        self.set_config(config)
         update_weights(self, version, tensors)
 
     @property
@@ -255,10 +254,11 @@ class EmbeddedEngine:
 
     update_weights = update_weights
 
-    def set_schedule(self, schedule: SpecSchedule) -> None:
+    def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
         with self._lock:
-            self.choice.set_schedule(schedule)
+            self.choice.set_config(config)
             self.rounds.selection = None
+            self.rounds.sharpness = sharpness or self.rounds.sharpness
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         with self._lock:
@@ -347,7 +347,7 @@ class EmbeddedEngine:
             self.rounds.prefill([run.row for run in self.running])
             ready = [run for run in self.running if self.rounds.ready(run.row)]
             alone: list[ActiveRequest] = []
-            if self.choice.present != PLAIN:
+            if self.choice.present != OFF:
                 alone = [run for run in ready if not self.rounds.can_draft(run.row)]
             self._round(alone, drafts=False)
             self._round([run for run in ready if run.row >= 0 and run not in alone])

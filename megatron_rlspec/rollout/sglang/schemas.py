@@ -85,10 +85,11 @@ class Nothing(Strict):
     """An empty body, or `{}`."""
 
 
-class SetSchedule(Strict):
-    """`types.SpecSchedule.from_json`, which the scheduler calls, checks what is in it."""
+class SetConfig(Strict):
+    """The scheduler checks whether the engine runs it."""
 
-    schedule: dict[str, Any]
+    config: list[int] = Field(min_length=3, max_length=3)
+    sharpness: float | None = None
 
 
 class SetSpecRule(Strict):
@@ -109,7 +110,7 @@ class Hold(Strict):
 
 COMMANDS: dict[str, type[Strict]] = {
     "describe": Nothing,
-    "set_schedule": SetSchedule,
+    "set_config": SetConfig,
     "set_spec_rule": SetSpecRule,
     "set_draft_vocabulary": SetDraftVocabulary,
     "hold": Hold,

@@ -31,7 +31,7 @@ class Settings:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     verifier: Verifier = "position_keyed"
-    spec_rule: dict[str, Any] | None = None
+    num_steps: int | None = None  # of every round; None: a rule chooses
     off: bool = True  # whether a rule may choose to draft nothing; `hold` may in any case
     # remember the fingerprints of what each push gave to the models' loaders
     deliveries: bool = False

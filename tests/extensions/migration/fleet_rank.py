@@ -19,7 +19,7 @@ from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.push.bucket import Bucket
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
 LONG = Sampling(max_new_tokens=60, ignore_eos=True)
@@ -34,7 +34,7 @@ def requests(group: int = 3):
 def engine(**options: Any) -> Any:
     known = {"dtype": torch.float64, "max_length": 128, "version": 1}
     made = oracle.engine_of(*oracle.tiny(**MODEL), OFF, MigratableEmbeddedEngine, **known, **options)
-    made.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+    made.set_config(SpecConfig(3))
     return made
 
 

@@ -22,13 +22,13 @@ from megatron_rlspec.extensions.migration.plans.tp_planner import Change
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig
 
 MODEL: dict[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 32, "drafter": "close", "sharpness": 2.0}
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
 WORDS = torch.arange(48)[torch.arange(48) % 6 != 0]  # of the EAGLE-3 drafter
 LONG = Sampling(max_new_tokens=60, ignore_eos=True)
-SWITCHING = SpecSchedule((1, 3, 6), (0, 80), ((SpecConfig(3), OFF), (OFF, SpecConfig(2)), (SpecConfig(1), OFF)))
+SWITCHING = oracle.Switching(SpecConfig(3), OFF, SpecConfig(2), SpecConfig(1))
 
 
 class Script:
@@ -78,10 +78,10 @@ def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
 
     Then the drafts of a sample depend on its own tokens alone, and not on the batch.
     """
-    schedule = SpecSchedule.fixed(SpecConfig(3)) if phases else SWITCHING
+    spec = SpecConfig(3) if phases else SWITCHING
     sizes: dict[str, Any] = {"max_length": 96, "max_total_tokens": slots, "max_draft_tokens": 16}
     words = WORDS if kind == "eagle3" else None
-    made = oracle.engine_of(*model(kind), schedule, MigratableEmbeddedEngine, version=1, draft_words=words, **sizes)
+    made = oracle.engine_of(*model(kind), spec, MigratableEmbeddedEngine, version=1, draft_words=words, **sizes)
     if phases:
         made.rounds.can_draft = lambda row: made.cache.length[row] > 1 and made.cache.length[row] // 8 % 2 == 0
     return made
@@ -117,7 +117,7 @@ def drawn_in_two_calls(fleet: Fleet, script: Script) -> list[Sample]:
 def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, speculation: str) -> dict[str, Any]:
     """Draw one rollout per script, with a push in the middle. Every rank says what it saw.
 
-    speculation  by a "schedule", a "rule" or in "phases" of each sample
+    speculation  "switching", by a "rule" or in "phases" of each sample
     """
     rank, size = oracle.meet(meeting)
     torch.set_num_threads(1)

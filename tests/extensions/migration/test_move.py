@@ -14,12 +14,12 @@ from certain_costs import certain
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.move import Arrivals, TransferEndpoint
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Sampling, SpecConfig
 
 torch.set_num_threads(1)
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
 LONG = Sampling(max_new_tokens=40, ignore_eos=True)
-BY_BATCH = SpecSchedule((1, 3, 6), (0,), ((SpecConfig(3),), (SpecConfig(2),), (SpecConfig(1),)))
+SWITCHING = oracle.Switching(SpecConfig(3), SpecConfig(2), SpecConfig(1))
 # At these costs some drafts are worth it. Whether three or five are made changes from round to round.
 RAGGED = certain(Roofline.of_layers(12, 8.0), [SpecConfig(3), SpecConfig(5)]) | {"ragged": True}
 
@@ -29,10 +29,9 @@ def model():
     return oracle.tiny(drafter="close", sharpness=2.0)
 
 
-def engine_of(model, spec=None, schedule=BY_BATCH, rule=None, **options):
+def engine_of(model, spec=SWITCHING, rule=None, **options):
     options = {"max_total_tokens": 1024, "max_length": 128, "version": 1} | options
-    engine = oracle.engine_of(*model, OFF, MigratableEmbeddedEngine, dtype=torch.float64, **options)
-    engine.set_schedule(SpecSchedule.fixed(spec) if spec else schedule)
+    engine = oracle.engine_of(*model, spec, MigratableEmbeddedEngine, dtype=torch.float64, **options)
     if rule is not None:
         engine.set_spec_rule(rule)
         engine.generate(oracle.requests(PROMPTS, seed=9, group=4), LONG)  # it learns which drafts are worth it
@@ -182,7 +181,7 @@ def random_moves(model, seed: int, moves: int, how="kv", rule=None, **options) -
             fleet.movers[source].finish(ids)
         elif rng.random() < 0.1:  # drafting stops and starts again
             spec = [OFF, SpecConfig(3), SpecConfig(2), None][int(rng.integers(4))]
-            fleet.engines[source].set_schedule(SpecSchedule.fixed(spec) if spec else BY_BATCH)
+            oracle.decide(fleet.engines[source], spec if spec else SWITCHING)
             if rule is not None and spec is None:
                 fleet.engines[source].set_spec_rule(rule)
         fleet.move(source, target, ids, between, how)
@@ -250,10 +249,10 @@ def rounds_after_off(fleet):
 
 def all_off(fleet):
     for engine in fleet.engines:
-        engine.set_schedule(SpecSchedule.fixed(OFF))
+        engine.set_config(OFF)
     some_rounds(fleet)
     for engine in fleet.engines:
-        engine.set_schedule(SpecSchedule.fixed(SpecConfig(3)))
+        engine.set_config(SpecConfig(3))
 
 
 @pytest.mark.parametrize(("prepare", "target_busy"), [(rounds_after_off, True), (all_off, False)])

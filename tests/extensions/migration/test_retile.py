@@ -30,7 +30,7 @@ def test_peak_memory_grows_by_about_three_layers(tmp_path, slots):
         assert max(found) <= 3.5, found
 
 
-def run(tmp_path, scripts, *, slots=4096, kind="mtp", speculation="schedule"):
+def run(tmp_path, scripts, *, slots=4096, kind="mtp", speculation="switching"):
     """Returns what rank 0 saw, after checking that all ranks changed alike."""
     meeting = str(tmp_path / "meeting")
     found, *others = on_ranks(4, regroup_rank.scenario, meeting, scripts, slots, kind, speculation)

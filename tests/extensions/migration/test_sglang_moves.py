@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny_mimo
+from taking_turns import taking_turns
 from test_moves import acting, moved_at_random
 from test_sglang_engine import (
     CONFIG,
@@ -26,7 +28,7 @@ from test_sglang_engine import (
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.types import OFF, Request, Sampling, SpecSchedule
+from megatron_rlspec.types import OFF, Request, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAMPLINGS = (
@@ -52,14 +54,13 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLa
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("rule", ["schedule", "chosen drafts"])
+@pytest.mark.parametrize("rule", ["turns", "chosen drafts"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=1", "filtered"])
 def test_random_moves_change_no_text(engines: dict[str, SGLangEngine], sampling: Sampling, rule: str) -> None:
     asked = fresh(12, f"moves-{sampling.temperature}", 500)
-    engines["a"].set_schedule(SpecSchedule.fixed(OFF))
+    engines["a"].set_config(OFF)
     expected = engines["a"].generate(asked, sampling)
     for engine in engines.values():
-        engine.set_schedule(SWITCHING)
         if rule == "chosen drafts":
             engine.set_spec_rule(choosing(replace(WORTH_IT["some"], token_ms=1 / 8)))  # batches are small
             engine.generate(fresh(12, "before", 700), sampling)  # from which it learns
@@ -68,7 +69,10 @@ def test_random_moves_change_no_text(engines: dict[str, SGLangEngine], sampling:
     chance = random.Random(0)
     moved: list[Request] = []
     pool.balance = lambda owner: acting(lambda: moved.extend(moved_at_random(owner, engines, chance)))
-    samples = pool.generate(asked, sampling)
+    with ExitStack() as turns:
+        for engine in engines.values() if rule == "turns" else ():
+            turns.enter_context(taking_turns(engine, *SWITCHING))
+        samples = pool.generate(asked, sampling)
     assert texts(samples) == texts(expected)
     assert len(moved) > 10 and any(request.partial is not None for request in moved)
     for sample, alone in zip(samples, expected, strict=True):
@@ -76,7 +80,7 @@ def test_random_moves_change_no_text(engines: dict[str, SGLangEngine], sampling:
         assert sample.status == alone.status
     rounds = [stats for engine in engines.values() for stats in engine.stats() if stats.if_all]
     drafts = sum(sum(stats.accepted) * stats.config.num_steps for stats in rounds)
-    assert rule == "schedule" or 0.1 < sum(stats.verified for stats in rounds) / drafts < 0.9
+    assert rule == "turns" or 0.1 < sum(stats.verified for stats in rounds) / drafts < 0.9
 
 
 def test_an_engine_that_is_killed_while_samples_move_loses_none(engines: dict[str, SGLangEngine]) -> None:

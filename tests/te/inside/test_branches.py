@@ -15,7 +15,7 @@ from train_ranks import HF_CONFIG, batches, on_ranks, samples
 
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.train import runtime
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 CELLS = {
     "data": {},
@@ -124,7 +124,7 @@ def pushed(cell):
     fingerprints = engine.fingerprints()
     texts = []
     for steps in (OFF, SpecConfig(3)):
-        engine.set_schedule(SpecSchedule.fixed(steps))
+        engine.set_config(steps)
         prompts = [Prompt(i, np.asarray(s.prompt.tokens)) for i, s in enumerate(chosen)]
         requests = [Request(f"{p.id}", p, p.id) for p in prompts]
         texts.append(engine.generate(requests, Sampling(max_new_tokens=20, ignore_eos=True)))

@@ -22,7 +22,7 @@ from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.extensions.migration.embedded.member import Member, Requests, Tick
 from megatron_rlspec.push.bucket import Bucket, buckets
 from megatron_rlspec.push.update import update_weights
-from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecSchedule
+from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig
 
 LOST = "gloo/"  # in the errors of collective calls after another rank has ended
 GRACE = 1.0  # seconds
@@ -257,8 +257,8 @@ class Fleet:
 
     update_weights = update_weights
 
-    def set_schedule(self, schedule: SpecSchedule) -> None:
-        self._call("set_schedule", schedule)
+    def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
+        self._call("set_config", config, sharpness)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         self._call("set_spec_rule", dict(rule))

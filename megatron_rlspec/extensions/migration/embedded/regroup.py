@@ -30,7 +30,7 @@ class MovingRequest(NamedTuple):
 
 
 class EngineRequests(NamedTuple):
-    """What the first rank of a group tells the others. rule: of its speculation; None under a schedule."""
+    """What the first rank of a group tells the others. rule: of its speculation; None under a fixed configuration."""
 
     moving: list[MovingRequest]
     rule: dict[str, Any] | None

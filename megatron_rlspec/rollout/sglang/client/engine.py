@@ -30,7 +30,6 @@ from megatron_rlspec.types import (
     Sampling,
     Scope,
     SpecConfig,
-    SpecSchedule,
     Status,
 )
 
@@ -155,8 +154,9 @@ class SGLangEngine(Connection):
             arguments["params"] = {"session": self._update}
         return self.post(path, **arguments)
 
-    def set_schedule(self, schedule: SpecSchedule) -> None:
-        self.post("control/set_schedule", json={"schedule": schedule.to_json()})
+    def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
+        asked = {"config": config.numbers, "sharpness": sharpness}
+        self.post("control/set_config", json=asked)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """Choose configurations by `SpecRule.from_json(rule)`. Without `candidates` the engine uses its own."""

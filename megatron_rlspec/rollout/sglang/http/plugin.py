@@ -2,9 +2,9 @@
 
 SGLang calls `register` in its main process, whose HTTP server gets our routes (`routes.py`) however it was launched,
 and in every scheduler process. The variable is 1 for the defaults, or JSON with fields of `settings.Settings`:
-`{"verifier": "position_keyed", "spec_rule": {...}}`.
-`spec_rule` is what `SpecRule.from_json` takes, candidates optional; without it the rule begins with the costs that the
-model's config.json implies. It corrects them by the engine's own rounds.
+`{"verifier": "position_keyed", "num_steps": 3}`.
+Without `num_steps` a rule chooses. It begins with the costs that the model's config.json implies, and corrects them by
+the engine's own rounds.
 """
 
 from __future__ import annotations

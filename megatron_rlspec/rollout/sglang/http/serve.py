@@ -58,7 +58,7 @@ from megatron_rlspec.rollout.sglang.settings import (
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 # Set by torchrun and cluster launchers; SGLang would use them for its own process group.
 _DISTRIBUTED = {
@@ -311,15 +311,12 @@ def arguments_for(
     # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
     drafting = [steps for steps in candidates if steps]
     start = min(drafting)
-    spec_rule: dict[str, Any] | None = None  # the engine makes a rule of its model's config.json
     if options.spec == "fixed":
         start = max(drafting)
-        schedule = SpecSchedule.fixed(SpecConfig(options.num_steps))
-        spec_rule = {"schedule": schedule.to_json()}
     arguments += _drafter_arguments(options, start)
     settings = Settings(
         options.verifier,
-        spec_rule,
+        options.num_steps if options.spec == "fixed" else None,
         off=0 in candidates,
         drafts=options.drafts,
         ragged=options.ragged,

@@ -43,7 +43,7 @@ from megatron_rlspec.rollout.sglang.scheduler.served_weights import (
     of_scheduler,
 )
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 METHOD = "rlspec"
 logger = logging.getLogger(__name__)
@@ -174,8 +174,8 @@ def _stamp(scheduler: Any, version: str) -> None:
     versions.installed().stamp(scheduler, version)
 
 
-def _set_schedule(scheduler: Any, schedule: dict[str, Any]) -> None:
-    decisions.decider.set_schedule(SpecSchedule.from_json(schedule))
+def _set_config(scheduler: Any, config: list[int], sharpness: float | None = None) -> None:
+    decisions.decider.set_config(SpecConfig(*config), sharpness)
 
 
 def _set_spec_rule(scheduler: Any, spec_rule: dict[str, Any]) -> None:
@@ -195,7 +195,8 @@ def _release(scheduler: Any) -> None:
 
 
 def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
-    rule = decisions.decider.rule
+    decider = decisions.decider
+    rule = decider.rule if decider.fixed is None else None
     return {"report": {} if rule is None else rule.report()}
 
 
@@ -296,7 +297,7 @@ def _drafter_names(scheduler: Any) -> list[str]:
 
 _COMMANDS: dict[str, Callable[..., dict[str, Any] | None]] = {
     "describe": _describe,
-    "set_schedule": _set_schedule,
+    "set_config": _set_config,
     "set_spec_rule": _set_spec_rule,
     "set_draft_vocabulary": _set_draft_vocabulary,
     "hold": _hold,

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, SpecConfig, SpecSchedule
+from megatron_rlspec.types import OFF, SpecConfig
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,16 @@ class Decider:
     """The rule in force, limited to the configurations for which the engine holds runtime state."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings.spec_rule
+        self._num_steps = settings.num_steps
         self._off = settings.off
         self.can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
         self.held = ""  # why speculation is held off; the rule below then waits
         # why all requests verify the same number of drafts; "" if they need not
         self.even = "" if settings.ragged else "the engine was launched without --ragged"
-        self.rule: SpecRule | None = None
-        self._adaptive: SpecRule | None = None  # the last rule with a cost; its timings stay
+        # of every round; None: the rule decides
+        self.fixed: SpecConfig | None = None
+        self.rule: SpecRule | None = None  # the last one; its timings stay
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
         self.sharpness = settings.sharpness  # of coupled drafts
@@ -89,9 +90,9 @@ class Decider:
         """Return what decides, in words; "" in an engine that cannot switch."""
         if self.stock:
             return "SGLang's rule"
-        if self.rule is None:
+        if not self.candidates:
             return ""
-        return "the adaptive rule" if self.rule.schedule is None else "a schedule"
+        return "the adaptive rule" if self.fixed is None else "a fixed choice"
 
     def start(
         self,
@@ -100,23 +101,22 @@ class Decider:
         ranks: int = 0,
         model: Mapping[str, Any] | None = None,
     ) -> None:
-        """Set the candidates and the first rule: that of the settings, else one made of the model's config.json.
+        """Set the candidates, and the number of drafts of the settings or a rule made of the model's config.json.
 
         Step 0 stands for two: the drafter reads along and drafts nothing, or it is off.
 
-        start  step count of the launch; a fixed schedule of it without a `model`
+        start  step count of the launch, which stays without a `model`
         ranks  tensor-parallel size
         """
         self.ranks = ranks
         self.can_hold = 0 in candidate_steps
         steps = [n for n in candidate_steps if n or self._off]
         self.candidates = [OFF] * (0 in steps) + [SpecConfig(n) for n in steps]
-        if self._settings:
-            self.replace(self._settings)
-        elif model is not None:
+        if model is not None and self._num_steps is None:
             self.replace({"roofline": Roofline.of_model(model).to_json()})
         else:
-            self.rule = SpecRule(self.candidates, schedule=SpecSchedule.fixed(SpecConfig(start)))
+            steps_of_all = start if self._num_steps is None else self._num_steps
+            self.set_config(SpecConfig(steps_of_all))
 
     def limit(self, captured: Mapping[int, Sequence[int] | None], start: int) -> None:
         """Keep the rule from running step counts at batches for which only others are captured.
@@ -149,24 +149,20 @@ class Decider:
             return
         # `OFF` emits the same tokens as step 0 for less.
         candidates = [c for c in self.candidates if c != SpecConfig(0)] or self.candidates
-        data["ragged"] = "roofline" in data and not self.even and data.get("ragged", True)
+        data["ragged"] = not self.even and data.get("ragged", True)
         offered = [list(c.numbers) for c in candidates]
         rule = SpecRule.from_json({"candidates": offered, **data})
         self._check(rule.candidates)
-        if rule.schedule is not None:
-            self._check_schedule(rule.schedule)
-        else:
-            if self._adaptive is not None:
-                rule.inherit(self._adaptive)
-            self._adaptive = rule
+        if self.rule is not None:
+            rule.inherit(self.rule)
         rule.limit(self._most)
         self.rule = rule
-        self.stock = None
+        self.fixed = self.stock = None
         self.sharpness = sharpness or self.sharpness
 
     def hold(self, reason: str) -> None:
         """Run `OFF` until `held` is "" again. Rules that are set meanwhile decide after that. Raises ValueError."""
-        if self.rule is None:
+        if not self.candidates:
             raise ValueError(
                 "speculation cannot be switched here: the engine runs no adaptive speculation"
             )
@@ -184,16 +180,22 @@ class Decider:
             return OFF, 0
         if self.stock:
             return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
+        if self.fixed is not None:
+            return self.fixed, 0 if self.fixed.off else batch
         assert self.rule is not None, "`start` makes the first rule"
         config = self.rule.choose(batch, context_tokens, missed)
         return config, self.rule.catch_up
 
     @property
+    def deciding(self) -> SpecRule | None:
+        """Return the rule if it decides the next round."""
+        return None if self.held or self.stock or self.fixed is not None else self.rule
+
+    @property
     def choosing(self) -> SpecRule | None:
         """Return the rule if it says how many drafts the round just chosen verifies; None: it verifies all."""
-        if self.even or self.rule is None or self.rule.selection is None or self.held or self.stock:
-            return None
-        return self.rule
+        rule = self.deciding
+        return None if self.even or rule is None or rule.selection is None else rule
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
         """Let the rule learn the duration of a round, once all ranks are told it."""
@@ -206,8 +208,8 @@ class Decider:
 
     def learn(self, timed: RoundTime) -> None:
         """Let the rule learn a duration that all ranks are told."""
-        if self.rule is not None and not self.stock and not self.held:
-            self.rule.timed(*timed)
+        if self.deciding is not None:
+            self.deciding.timed(*timed)
 
     def observe(
         self,
@@ -217,18 +219,18 @@ class Decider:
         requests: np.ndarray,
     ) -> Sequence[float]:
         """Take what some requests of a round, by their indices, accepted. Returns `RoundStats.if_all`."""
-        rule = self.rule
-        if rule is None or self.held:
+        rule = self.deciding
+        if rule is None:
             return ()
         logq = None if ran.logq is None else ran.logq.numpy()[requests]
         return rule.observe(ran.config, accepted, verified, logq)
 
-    def set_schedule(self, schedule: SpecSchedule) -> None:
-        """Decide by `schedule` until the next rule. Raises ValueError."""
-        self._check_schedule(schedule)
-        if self.rule is not None:
-            self.rule = SpecRule(self.candidates, schedule=schedule)
-            self.stock = None
+    def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
+        """Run `config` in every round until the next rule. Raises ValueError."""
+        self._check([config])
+        self.fixed = config
+        self.stock = None
+        self.sharpness = sharpness or self.sharpness
 
     def _stock_rule(self) -> Any:
         """SGLang's own adaptive rule, with its built-in steps per batch size."""
@@ -239,10 +241,6 @@ class Decider:
         )
         self._check({SpecConfig(steps) for steps in rule.candidate_steps})
         return rule
-
-    def _check_schedule(self, schedule: SpecSchedule) -> None:
-        for row in schedule.configs:
-            self._check(row)
 
     def _check(self, wanted: Iterable[SpecConfig]) -> None:
         allowed = self.candidates or [OFF]
