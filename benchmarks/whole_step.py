@@ -37,6 +37,7 @@ from typing import IO, Any
 import psutil
 import torch
 
+from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.records.recorder import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -92,8 +93,9 @@ def measure(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tup
     fixed: Turns = {kind: [] for kind in found if kind != "plain" and options.plot}
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "plain")
-        with Path(folder, "convert.log").open("w+") as output:
-            ended(rlspec("convert", warm, plain, "--to", "hf", "--drop-mtp", output=output), output)
+        config, tensors = read_hf(warm)
+        target = ((name, tensors[name]) for name in tensors if ".mtp_layers." not in name)
+        write_hf(plain, config | {"num_nextn_predict_layers": 0}, target, tokenizer_from=warm)
         for turn in range(options.repeats):
             for kind in found:
                 model = plain if kind == "plain" else warm

@@ -8,6 +8,8 @@ from unittest import mock
 
 import forked
 
+from megatron_rlspec.models.hf_files import read_hf, write_hf
+
 TESTS = Path(__file__).parent
 EXAMPLES = TESTS.parent / "examples/quickstart"
 CLI = "megatron_rlspec.cli"
@@ -35,6 +37,14 @@ def make_start(folder: Path) -> Path:
     shape = ("--layers", 4, "--hidden", 32, "--ffn", 64)
     script(EXAMPLES / "make_model.py", "--task", folder / "task", "--out", folder / "model", *shape)
     return folder
+
+
+def without_drafter(model: Path, target: Path) -> None:
+    """Write the model, which is a MiMo, without its drafter: as a Qwen2."""
+    config, tensors = read_hf(model)
+    config |= {"architectures": ["Qwen2ForCausalLM"], "num_nextn_predict_layers": 0}
+    kept = ((name, tensors[name]) for name in tensors if ".mtp_layers." not in name)
+    write_hf(target, config, kept, tokenizer_from=model)
 
 
 def script(path: Path, *arguments: object) -> None:

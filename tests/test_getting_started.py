@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import short_run
 from docs_pages import blocks
-from safetensors.torch import load_file
-
-from megatron_rlspec.models.hf_files import write_hf
 
 PAGE = "getting-started.md"
 # What a tiny model on a CPU needs in place of the page's numbers.
@@ -35,14 +32,7 @@ def configuration() -> str:
 def stand_in(folder: Path) -> None:
     """Write the user's files: a Qwen2 with random weights and a chat template, prompts, and the reward."""
     short_run.make_start(folder / "made")
-    made = folder / "made/model"
-    config = json.loads((made / "config.json").read_text())
-    config |= {"architectures": ["Qwen2ForCausalLM"]}
-    del config["num_nextn_predict_layers"]
-    policy = {
-        name: t for path in made.glob("*.safetensors") for name, t in load_file(path).items() if "mtp" not in name
-    }
-    write_hf(folder / "my-model", config, policy.items(), tokenizer_from=made)
+    short_run.without_drafter(folder / "made/model", folder / "my-model")
     settings = folder / "my-model/tokenizer_config.json"
     template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))

@@ -25,7 +25,7 @@ def parser() -> arguments.Parser:
         description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; a run's checkpoint -> "
         "Hugging Face. Any TP/PP/EP may have written a Megatron checkpoint, and any may read it.",
         example="rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
-        first=("--to", "--add-mtp", "--drop-mtp", "--add-eagle3"),
+        first=("--to", "--add-mtp", "--add-eagle3"),
         epilog="examples: rlspec convert MiMo-7B-RL mimo-megatron | rlspec convert mimo-megatron mimo-hf | "
         "rlspec convert Qwen2.5-1.5B qwen-with-drafter --add-mtp --to hf",
     )
@@ -48,11 +48,6 @@ def parser() -> arguments.Parser:
         help="give the model a fresh drafter, made from its first layer",
     )
     p.add_argument(
-        "--drop-mtp",
-        action="store_true",
-        help="leave the drafter out; a Qwen2 or Llama that --add-mtp had made a MiMo is one again",
-    )
-    p.add_argument(
         "--add-eagle3",
         action="store_true",
         help="write a fresh EAGLE-3 drafter of the Hugging Face model SOURCE to TARGET, a directory of its own",
@@ -71,8 +66,7 @@ def parser() -> arguments.Parser:
         help="layer specs that will read it (default te)",
     )
     p.needs("--add-eagle3", "--draft-vocabulary")
-    p.excludes("--add-eagle3", "--to --hf --add-mtp --drop-mtp --spec")
-    p.excludes("--add-mtp", "--drop-mtp")
+    p.excludes("--add-eagle3", "--to --hf --add-mtp --spec")
     return p
 
 
@@ -100,7 +94,6 @@ def _convert(options: argparse.Namespace) -> None:
         to=options.to,
         hf=options.hf,
         add_mtp=options.add_mtp,
-        drop_mtp=options.drop_mtp,
         spec=options.spec,
     )
     if is_run_checkpoint(work.source):

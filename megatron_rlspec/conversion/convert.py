@@ -28,8 +28,8 @@ from megatron_rlspec.conversion.torch_dist import (
     is_checkpoint,
 )
 from megatron_rlspec.models import hf_files as checkpoint
-from megatron_rlspec.models.config import DRAFTER, STATED, refusal
-from megatron_rlspec.models.directory import check_model, read_config
+from megatron_rlspec.models.config import DRAFTER, refusal
+from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
 from megatron_rlspec.models.lazy import Lazy, Makers, fused
@@ -118,17 +118,6 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def config_without_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the same model without MTP layers. A MiMo that was a Qwen2 or Llama becomes that."""
-    config = {key: value for key, value in config.items() if key != STATED}
-    architectures = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-    before = architectures.get(config.get("model_type", ""))
-    if config["architectures"] != ["MiMoForCausalLM"] or before is None:
-        return {**config, "num_nextn_predict_layers": 0}
-    config.pop("num_nextn_predict_layers", None)
-    return {**config, "architectures": [before]}
-
-
 @dataclass(frozen=True)
 class SavedEagle3:
     """The EAGLE-3 drafter of a run's checkpoint, which is written to a directory of its own."""
@@ -137,6 +126,8 @@ class SavedEagle3:
     config: dict[str, Any]
     source: Path
     ids: Tensor
+    family: NameTable
+    tensors: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -170,89 +161,84 @@ def plan(
     to: Kind | None = None,
     hf: str | Path | None = None,
     add_mtp: bool = False,
-    drop_mtp: bool = False,
     spec: Literal["te", "local"] = "te",
 ) -> Conversion:
     """Read the source and plan the conversion. Raises CheckpointError, FileError or ValueError, each with one line.
 
-    to        the kind of the target; default: the other kind than the source's, "hf" for a run's and with `drop_mtp`
+    to        the kind of the target; default: the other kind than the source's, "hf" for a run's
     hf        Hugging Face directory with config.json and tokenizer of a Megatron checkpoint; default: the files that
               this converter left beside the checkpoint. Of a run's checkpoint: the model that the run started from
-    drop_mtp  leave the drafter out
     spec      the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
     """
     source = Path(source)
     target = Path(target)
-    changed = add_mtp or drop_mtp
-    kind, to = _kinds(source, to or ("hf" if drop_mtp else None), changed=changed)
+    kind, to = _kinds(source, to, add_mtp=add_mtp)
     if kind == "run" and (add_mtp or to != "hf"):
         raise ValueError(f"{source} is a run's checkpoint: expected --to hf, without --add-mtp")
     files.check_new_directory(target)
-    drafter_directory = layout = eagle3 = None
+    if kind == "run":
+        return _plan_of_run(source, target, Path(hf) if hf else None)
+    small_files = source if kind == "hf" else checkpoint_directory(source)
     if hf:
         small_files = Path(hf)
-    elif kind == "run":
-        small_files, drafter_directory = run_checkpoint.model_of(source)
-    elif kind == "hf":
-        small_files = source
-    else:
-        small_files = checkpoint_directory(source)
-    if small_files.is_dir():
-        record_of(read_config(small_files))
     described = check_model(small_files, "convert", weights=False, tokenizer=False)
-    if kind == "run":
-        layout = run_checkpoint.layout_of(source)
-        drafters = layout.drafter or drafter_directory
-        if drafters or not _has_drafter("hf", small_files, name_table(described)):
-            described["num_nextn_predict_layers"] = int(layout.drafter == "mtp")
-        if layout.drafter == "mtp":
-            described |= layout.chosen
-        if layout.drafter == "eagle3" and not drop_mtp:
-            eagle3 = _eagle3(source, target, drafter_directory)
-        spec = run_checkpoint.spec_of(source)
-    source_table = name_table(described, spec)
-    if add_mtp and source_table.drafter_names and _has_drafter(kind, source, source_table):
+    own = name_table(described, spec)
+    if add_mtp and own.drafter_names and _has_drafter(kind, source, own):
         raise ValueError(f"{source}: has a drafter already; --add-mtp would replace it")
-    if drop_mtp and not source_table.drafter_names and kind != "run":
-        raise ValueError(f"{source}: has no drafter that --drop-mtp could leave out")
-    config = described
-    if add_mtp:
-        config = config_with_drafter(described)
-    elif drop_mtp:
-        config = config_without_drafter(described)
+    config = config_with_drafter(described) if add_mtp else described
     table = name_table(config, spec)
-    read_as = source_table if drop_mtp else table
     tensors: Mapping[str, Tensor]
     if kind == "hf":
-        check_model(source, "convert", drafter=not changed, tokenizer=False)
-        tensors = fused(source_table, read_hf(source)[1])
-    elif layout is not None:
-        of_run = run_checkpoint.tensors_of(source, read_as, layout.tensor)
-        if not layout.drafter:  # the run wrote none, as it trained none
-            frozen = fused(read_as, read_hf(small_files)[1])
-            for name in filter(read_as.is_drafter, frozen):
-                of_run.makers[name] = frozen.makers[name]
-        tensors = of_run
+        check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
+        tensors = fused(own, read_hf(source)[1])
     else:
-        tensors = TorchDistReader(source, read_as)
-    if kind in ("run", "megatron"):
-        held = set(tensors)
-        lost = [name for name in table.rows if name not in held]
-        if add_mtp:
-            lost = [name for name in lost if not table.is_drafter(name)]
-        if lost:
-            raise CheckpointError(
-                f"{source}: lacks {len(lost)} tensors of {table.name}, such as {lost[0]}"
-            )
+        tensors = TorchDistReader(source, table)
+        _check_complete(source, tensors, table, drafter=not add_mtp)
     if add_mtp:
         tensors = with_fresh_drafter(table, tensors)
-    return Conversion(source, target, to, table, config, tensors, small_files, add_mtp, eagle3)
+    return Conversion(source, target, to, table, config, tensors, small_files, add_mtp)
 
 
-def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Literal["run"], Kind]:
+def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
+    """Plan the conversion of a run's checkpoint to Hugging Face. Raises CheckpointError or FileError."""
+    model, drafter_path = run_checkpoint.model_of(source, hf)
+    config = check_model(model, "convert", weights=False, tokenizer=False)
+    layout = run_checkpoint.layout_of(source)
+    # A run without a trained drafter, and without one beside the model, kept the model's own.
+    kept = not layout.drafter and drafter_path is None
+    if not kept or not _has_drafter("hf", model, name_table(config)):
+        config = {**config, "num_nextn_predict_layers": int(layout.drafter == "mtp")}
+    if layout.drafter == "mtp":
+        config = {**config, **layout.chosen}
+    table = name_table(config, run_checkpoint.spec_of(source))
+    tensors = run_checkpoint.tensors_of(source, table, layout.tensor)
+    if not layout.drafter:
+        frozen = fused(table, read_hf(model)[1])
+        for name in filter(table.is_drafter, frozen):
+            tensors.makers[name] = frozen.makers[name]
+    _check_complete(source, tensors, table)
+    eagle3 = None
+    if layout.drafter == "eagle3":
+        eagle3 = _eagle3(source, target, config, layout, drafter_path)
+    return Conversion(source, target, "hf", table, config, tensors, model, False, eagle3)
+
+
+def _check_complete(
+    source: Path, tensors: Mapping[str, Tensor], table: NameTable, *, drafter: bool = True
+) -> None:
+    lost = sorted(table.rows.keys() - set(tensors))
+    if not drafter:
+        lost = [name for name in lost if not table.is_drafter(name)]
+    if lost:
+        raise CheckpointError(
+            f"{source}: lacks {len(lost)} tensors of {table.name}, such as {lost[0]}"
+        )
+
+
+def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Literal["run"], Kind]:
     """Return the kinds of source and target. Raises CheckpointError or ValueError.
 
-    changed  a drafter is added or left out, so source and target may be of one kind
+    add_mtp  source and target may then be of one kind
     """
     if source.suffix.lower() == ".gguf":
         raise CheckpointError(
@@ -273,9 +259,9 @@ def _kinds(source: Path, to: Kind | None, *, changed: bool) -> tuple[Kind | Lite
         )
     kind: Kind = "hf" if is_hf(source) else "megatron"
     to = to or ("megatron" if kind == "hf" else "hf")
-    if kind == to and not changed:
+    if kind == to and not add_mtp:
         raise ValueError(
-            f"{source} is a {kind} checkpoint already; nothing to do (--add-mtp and --drop-mtp change it)"
+            f"{source} is a {kind} checkpoint already; nothing to do (--add-mtp changes it)"
         )
     return kind, to
 
@@ -285,22 +271,31 @@ def is_hf(path: Path) -> bool:
     return (path / "config.json").exists() and not is_checkpoint(path)
 
 
-def _eagle3(source: Path, target: Path, drafter: Path | None) -> SavedEagle3 | None:
+def _eagle3(
+    source: Path,
+    target: Path,
+    config: dict[str, Any],
+    layout: run_checkpoint.Layout,
+    drafter: Path | None,
+) -> SavedEagle3:
     """Plan the directory of an EAGLE-3 drafter. Raises CheckpointError or FileError.
 
+    config   the policy's
     drafter  the directory that the run's drafter started from
     """
     if drafter is None or not drafter.is_dir():
         raise CheckpointError(
-            f"{source}: the run's drafter.path={drafter} is not here; expected it, or --drop-mtp"
+            f"{source}: its drafter's words are in drafter.path={drafter} of the run, which is not here; expected it"
         )
-    config, tensors = read_hf(drafter)
-    ids = words(tensors, config)
+    own, tensors = read_hf(drafter)
+    ids = words(tensors, own)
     run_checkpoint.check_words(source, ids)
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
-    config |= run_checkpoint.layout_of(source).chosen
-    return SavedEagle3(beside, config, drafter, ids)
+    own |= layout.chosen
+    table = name_table({**config, DRAFTER: own})
+    held = run_checkpoint.tensors_of(source, table, layout.tensor)
+    return SavedEagle3(beside, own, drafter, ids, table, held)
 
 
 def convert(work: Conversion, advance: Callable[[str], None] = lambda label: None) -> None:
@@ -316,7 +311,7 @@ def convert(work: Conversion, advance: Callable[[str], None] = lambda label: Non
             files.check_new_directory(work.target)
             built = _build_hf(work, advance) if work.to == "hf" else _build_megatron(work, advance)
             if work.eagle3 is not None:
-                drafter = _build_eagle3(work.eagle3, work)
+                drafter = _build_eagle3(work.eagle3)
                 checkpoint.publish(drafter, work.eagle3.target)
             checkpoint.publish(built, work.target)
         finally:
@@ -353,13 +348,11 @@ def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
     return folder
 
 
-def _build_eagle3(drafter: SavedEagle3, work: Conversion) -> Path:
-    table = name_table({**work.config, DRAFTER: drafter.config})
-    size = run_checkpoint.layout_of(work.source).tensor
-    held = run_checkpoint.tensors_of(work.source, table, size)
+def _build_eagle3(drafter: SavedEagle3) -> Path:
+    table = drafter.family
     own: list[tuple[str, Tensor]] = []
-    for name in filter(table.is_drafter, held):
-        own += table.to_hf(name, held[name])
+    for name in filter(table.is_drafter, drafter.tensors):
+        own += table.to_hf(name, drafter.tensors[name])
     return build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
 
 

@@ -60,8 +60,10 @@ def is_run_checkpoint(path: Path) -> bool:
     return (path / LAYOUT).is_file()
 
 
-def model_of(path: Path) -> tuple[Path, Path | None]:
+def model_of(path: Path, moved: Path | None) -> tuple[Path, Path | None]:
     """Return the directories of the model, and of the EAGLE-3 drafter, that the run started from.
+
+    moved  where the model is now, if not where the run's config.json says
 
     Raises CheckpointError if the run's config.json is not beside the checkpoint, or its model is not there.
     """
@@ -70,14 +72,16 @@ def model_of(path: Path) -> tuple[Path, Path | None]:
         options = read_json(file)
         model, drafter = Path(options["model"]["path"]), options["drafter"]["path"]
     except (CheckpointError, KeyError, TypeError):
+        if moved is not None:
+            return moved, None
         raise CheckpointError(
             f"{path}: no config.json of its run at {file}; expected --hf DIR, its model.path"
         ) from None
-    if not model.is_dir():
+    if moved is None and not model.is_dir():
         raise CheckpointError(
             f"{path}: the run's model.path={model} is not here; expected --hf DIR, that model"
         )
-    return model, Path(drafter) if drafter else None
+    return moved or model, Path(drafter) if drafter else None
 
 
 def layout_of(path: Path) -> Layout:

@@ -18,8 +18,7 @@ FIGURES = {
 DRAFTS = """--speculative-num-steps 3 \\
         --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"""
 WITHOUT_MTP = """\
-Transformers lists the drafter's tensors (`mtp`) as unexpected, because it does not use them. A model without them: \
-`rlspec convert {name} plain --drop-mtp --to hf`.
+Transformers lists the drafter's tensors (`mtp`) as unexpected, because it does not use them.
 
 """
 
@@ -49,7 +48,7 @@ def card(
     launch = f"python -m sglang.launch_server --model-path {name}"
     without_mtp = ""
     if has_mtp:
-        without_mtp = WITHOUT_MTP.format(name=name)
+        without_mtp = WITHOUT_MTP
         launch += f" --speculative-algorithm NEXTN {DRAFTS}"
     if eagle3 is not None:
         launch += f" --speculative-algorithm EAGLE3 \\\n        --speculative-draft-model-path {eagle3.name} {DRAFTS}"

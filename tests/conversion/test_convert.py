@@ -145,7 +145,7 @@ def test_a_second_conversion_into_the_same_target_is_refused(tmp_path):
 
     def meanwhile(label):
         with pytest.raises(files.FileError, match="another process uses it"):
-            convert(plan(tmp_path / "hf", tmp_path / "out", drop_mtp=True))
+            convert(plan(tmp_path / "hf", tmp_path / "out"))
 
     late = plan(tmp_path / "hf", tmp_path / "out")
     convert(plan(tmp_path / "hf", tmp_path / "out"), meanwhile)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_run import run
+from short_run import run, without_drafter
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.hf_files import read_hf
@@ -23,7 +23,7 @@ def plain(start, tmp_path_factory) -> Path:
     """Return a folder like `start`, whose model has no drafter."""
     folder = tmp_path_factory.mktemp("plain")
     (folder / "task").symlink_to(start / "task")
-    assert main([str(start / "model"), str(folder / "model"), "--drop-mtp"]) == 0
+    without_drafter(start / "model", folder / "model")
     return folder
 
 

@@ -46,7 +46,7 @@ def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
     assert [event["name"] for event in evaluations] == ["first", "last"]
     assert json.loads((whole / "config.json").read_text())["train"]["steps"] == 3
     card = (whole / "hf/README.md").read_text()
-    assert "| steps | 3 |" in card and "| mean reward on held-out prompts" in card and "--drop-mtp" in card
+    assert "| steps | 3 |" in card and "| mean reward on held-out prompts" in card and "as unexpected" in card
     assert "--model-path hf --speculative-algorithm NEXTN" in card and str(whole) not in card
     before = read_hf(start / "model")[1]
     after = read_hf(whole / "hf")[1]

@@ -13,6 +13,7 @@ from megatron_rlspec.config import ConfigError
 from megatron_rlspec.models.config import check_config
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import write_hf
+from megatron_rlspec.models.names import name_table
 
 # Of the four frequencies two stay, and the others are divided in part and wholly. The scores are multiplied by 1.2.
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1}
@@ -53,7 +54,8 @@ def test_a_directory_is_trained_and_converted(tmp_path):
     write_hf(tmp_path / "model", SMALL | {"eos_token_id": 1}, {n: tensor.clone() for n, tensor in tensors.items()})
     for use in ("train", "convert"):
         assert check_model(tmp_path / "model", use, tokenizer=False)["kv_lora_rank"] == SMALL["kv_lora_rank"]
-    assert main([str(tmp_path / "model"), str(tmp_path / "plain"), "--drop-mtp"]) == 0
+    target = {name: tensors[name].clone() for name in name_table(SMALL).target_names}
+    write_hf(tmp_path / "plain", SMALL | {"num_nextn_predict_layers": 0}, target)
     assert main([str(tmp_path / "plain"), str(tmp_path / "added"), "--add-mtp", "--to", "hf"]) == 0
     assert check_model(tmp_path / "added", "train", tokenizer=False)["num_nextn_predict_layers"] == 1
 
