@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.config import Config, ConfigError, load
-from megatron_rlspec.conversion.drafter_files import read_drafters, weights_of, words
+from megatron_rlspec.conversion.drafter_files import weights_of, with_drafter, words
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
@@ -116,6 +116,9 @@ def _accept_lengths(counts: np.ndarray, rounds: np.ndarray) -> np.ndarray:
     return 1 + accepted / np.where(verified > 0, verified, 1)
 
 
+Drawn = Mapping[str, Mapping[int, Sequence[Sample]]]
+
+
 def measure(
     engine: RolloutEngine,
     drafters: Mapping[str, Mapping[str, Tensor]],
@@ -132,20 +135,45 @@ def measure(
 
     Returns rounds and equal texts of `table_of`. Raises EngineError.
     """
-    rounds: dict[int, dict[str, np.ndarray]] = {k: {} for k in steps}
-    # the different ones of each prompt
-    texts: list[set[tuple[int, ...]]] = [set() for _ in prompts]
+    drawn: dict[str, Mapping[int, Sequence[Sample]]] = {}
     for number, (name, tensors) in enumerate(drafters.items(), start=version):
-        files.tell(f"measuring the drafter {name}", sys.stderr)
         drafter = {key: tensors[key] for key in tensors if is_drafter(key)}
         update_weights(engine, number, weights_of(drafter), "drafter")
-        for k in steps:
-            engine.set_config(SpecConfig(k))
-            samples = draw(engine, prompts, sampling, f"d{number:04d}-k{k:02d}")
-            rounds[k][name] = np.array([rounds_of(sample) for sample in samples])
-            for different, sample in zip(texts, samples, strict=True):
-                different.add(tuple(sample.response))
-    return rounds, sum(len(different) == 1 for different in texts)
+        drawn[name] = draw_each(engine, prompts, sampling, steps, name, f"d{number:04d}")
+    return counted(drawn)
+
+
+def draw_each(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    steps: Sequence[int],
+    name: str,
+    prefix: str,
+) -> dict[int, list[Sample]]:
+    """Generate one sample per prompt with the engine's drafter, at each number of drafts a round."""
+    files.tell(f"measuring the drafter {name}", sys.stderr)
+    drawn = {}
+    for k in steps:
+        engine.set_config(SpecConfig(k))
+        drawn[k] = draw(engine, prompts, sampling, f"{prefix}-k{k:02d}")
+    return drawn
+
+
+def counted(drawn: Drawn) -> tuple[Rounds, int]:
+    """Return rounds and equal texts of `table_of`.
+
+    drawn  by drafter and drafts a round the samples, in the order of the prompts
+    """
+    rounds: dict[int, dict[str, np.ndarray]] = {}
+    # the different ones of each prompt
+    texts: dict[int, set[tuple[int, ...]]] = {}
+    for name, by_steps in drawn.items():
+        for k, samples in by_steps.items():
+            rounds.setdefault(k, {})[name] = np.array([rounds_of(sample) for sample in samples])
+            for i, sample in enumerate(samples):
+                texts.setdefault(i, set()).add(tuple(sample.response))
+    return rounds, sum(len(different) == 1 for different in texts.values())
 
 
 def draw(
@@ -177,7 +205,7 @@ def parser() -> arguments.Parser:
         "drafters",
         nargs="+",
         metavar="NAME=DIR",
-        help="Hugging Face directory with a drafter, or a checkpoint of slime's",
+        help="Hugging Face directory with MTP layers, or of an EAGLE-3 drafter",
     )
     add("--prompts", type=Path, required=True, help="held-out prompts, as data.eval_path")
     add(
@@ -220,8 +248,10 @@ def main(argv: list[str] | None = None) -> int:
         inputs[f"the drafter {name}"] = directory
     files.check_outputs({"--out": options.out}, inputs)
 
-    hf_config, drafters = read_drafters(options.policy, directories)
-    longest = hf_config["max_position_embeddings"]
+    drafters = {}
+    for name, directory in directories.items():
+        drafters[name] = with_drafter(options.policy, directory)
+    longest = read_hf(options.policy)[0]["max_position_embeddings"]
     new_tokens = options.max_new_tokens or min(MOST_NEW_TOKENS, longest // 2)
     if new_tokens >= longest:
         command.error(
@@ -233,11 +263,12 @@ def main(argv: list[str] | None = None) -> int:
     prompts, _ = data.read_prompts(options.prompts, config.data, tokenizer, room)
     prompts = prompts[: options.count]
     sampling = Sampling(options.temperature, max_new_tokens=new_tokens)
-    # The policy's tensors are part of every entry if the drafter is a model of its own (EAGLE-3).
-    policy = next(iter(drafters.values())) if DRAFTER in hf_config else read_hf(options.policy)[1]
     ends = ends_of_text(options.policy, tokenizer)
-    with closing(_engine(hf_config, policy, ends)) as engine:
-        rounds, equal_texts = measure(engine, drafters, prompts, sampling, options.steps)
+    drawn = {}
+    for name, (hf_config, tensors) in drafters.items():
+        with closing(_engine(hf_config, tensors, ends)) as engine:
+            drawn[name] = draw_each(engine, prompts, sampling, options.steps, name, "compared")
+    rounds, equal_texts = counted(drawn)
     counts = [of_drafter for part in rounds.values() for of_drafter in part.values()]
     if not all(of_drafter[:, 0].any() for of_drafter in counts):
         raise ConfigError(
@@ -252,18 +283,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _engine(
-    hf_config: dict[str, Any], policy: Mapping[str, Tensor], ends: Sequence[int]
+    hf_config: dict[str, Any], tensors: Mapping[str, Tensor], ends: Sequence[int]
 ) -> EmbeddedEngine:
-    """Return an embedded engine with the policy."""
+    """Return an embedded engine with policy and drafter."""
     on_gpu = torch.cuda.is_available()
-    as_saved = policy[next(iter(policy))].dtype
+    as_saved = tensors[next(iter(tensors))].dtype
     longest = hf_config["max_position_embeddings"]
     return EmbeddedEngine(
         hf_config,
-        weights_of(policy),
+        weights_of(tensors),
         device="cuda" if on_gpu else "cpu",
         dtype=as_saved if on_gpu else torch.float32,
-        draft_words=words(policy, hf_config) if DRAFTER in hf_config else None,
+        draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
         max_length=longest,
         max_running_requests=MOST_REQUESTS,
         max_total_tokens=max(TOTAL_TOKENS, longest + MARGIN),

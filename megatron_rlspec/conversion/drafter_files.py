@@ -14,17 +14,14 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec import files
-from megatron_rlspec.conversion import torch_dist
 from megatron_rlspec.conversion.eagle3 import check_drafter, own_name, shapes
-from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX, STATED
+from megatron_rlspec.models.config import DRAFTER, EAGLE3, MAPS, PREFIX
 from megatron_rlspec.models.directory import check_model, ends_of_text
 from megatron_rlspec.models.drafter_config import check_drafter_config
 from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_hf, publish, read_hf
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 
-SLIME_FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
-HF_DRAFTER = "hf_drafter"  # within that, an EAGLE-3 drafter
 # of a fresh drafter, unless asked for more; the size that published drafters have
 MOST_WORDS = 32_000
 _SAME = (
@@ -61,63 +58,23 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS)
 
 
-def read_drafters(
-    policy: str | Path, places: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
-    """Read several drafters of one policy, by name: MTP layers, or EAGLE-3 drafters that draft from the same words.
+def with_drafter(policy: str | Path, place: str | Path) -> tuple[dict[str, Any], LazyTensors]:
+    """Read a policy with the drafter of the directory `place`: its MTP layers, or an EAGLE-3 drafter.
 
-    A place is a Hugging Face directory, or a checkpoint of slime's: of one iteration, or the folder of all, of which
-    the newest is read. Returns config.json and the tensors of each, an EAGLE-3 drafter's with the policy's. Raises
-    CheckpointError.
+    Raises CheckpointError.
     """
-    hf_config = read_hf(policy)[0]
-    places = {name: _in_slime(Path(place)) for name, place in places.items()}
-    found = {name: _read(place, hf_config) for name, place in places.items()}
-    kinds = {config.get("architectures") == [EAGLE3] for config, _ in found.values()}
-    if kinds == {False}:
-        return hf_config, {name: tensors for name, (_, tensors) in found.items()}
-    if len(kinds) > 1:
+    config, tensors = read_hf(policy)
+    own_config, own = read_hf(place)
+    if own_config.get("architectures") == [EAGLE3]:
+        check_drafter(place, config, str(policy))
+        return read_model(policy, place)
+    names = name_table(config).drafter_names
+    lost = [name for name in names if name not in own]
+    if lost or not names:
         raise CheckpointError(
-            f"{', '.join(places.values())}: expected MTP layers or EAGLE-3 drafters, not both"
+            f"{place}: lacks {min(lost, default='an MTP layer')} of {policy}; expected a drafter"
         )
-    for place in places.values():
-        check_drafter(place, hf_config, str(policy))
-    joined = {name: read_model(policy, place) for name, place in places.items()}
-    first, tensors = next(iter(joined.values()))
-    # in which drafters of one kind may differ
-    unlike = dict.fromkeys(("dtype", "torch_dtype", STATED))
-    for name, (config, others) in joined.items():
-        own, expected = (stated[DRAFTER] | unlike for stated in (config, first))
-        if own != expected or not torch.equal(words(others, config), words(tensors, first)):
-            raise CheckpointError(
-                f"{places[name]}: differs in config.json or words from the first drafter"
-            )
-    return first, {name: others for name, (_, others) in joined.items()}
-
-
-def _in_slime(place: Path) -> str:
-    """Return where the drafter of a checkpoint of slime's is; `place` itself if it is none."""
-    if not torch_dist.is_checkpoint(place):
-        return str(place)
-    iteration = torch_dist.checkpoint_directory(place)
-    eagle3 = iteration / SLIME_FOLDER / HF_DRAFTER
-    return str(eagle3 if eagle3.is_dir() else iteration)
-
-
-def _read(place: str, policy: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """Return config.json and tensors of a directory; of a Megatron checkpoint of `policy` the MTP layers alone."""
-    if not torch_dist.is_checkpoint(Path(place)):
-        return read_hf(place)
-    family = name_table(policy)
-    reader = torch_dist.TorchDistReader(place, family)
-    names = [name for name in family.rows if family.is_drafter(name) and name in reader]
-    if not names:
-        raise CheckpointError(
-            f"{place}: has no MTP layer, and no {SLIME_FOLDER}/{HF_DRAFTER}; expected a drafter"
-        )
-    return dict(policy), {
-        hf: tensor for name in names for hf, tensor in family.to_hf(name, reader[name])
-    }
+    return config, LazyTensors({**tensors.headers, **{name: own.headers[name] for name in names}})
 
 
 def words(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:

@@ -1,7 +1,6 @@
 """The directory of an EAGLE-3 drafter: what `rlspec convert --add-eagle3` writes, and what is refused."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,16 +9,13 @@ from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.conversion.drafter_files import (
-    HF_DRAFTER,
-    SLIME_FOLDER,
     make_drafter,
-    read_drafters,
     read_model,
     weights_of,
+    with_drafter,
     words,
 )
 from megatron_rlspec.conversion.eagle3 import check_drafter
-from megatron_rlspec.conversion.torch_dist import checkpoint_directory
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import CheckpointError, write_hf
 from megatron_rlspec.models.names import name_table
@@ -64,31 +60,19 @@ def test_a_small_vocabulary_is_drafted_from_whole(model, tmp_path):
     assert not load_file(tmp_path / "drafter/model.safetensors")["d2t"].any()
 
 
-def test_drafters_of_slimes_checkpoints_are_compared(model, drafter, tmp_path, capsys):
-    """slime's checkpoints are Megatron's, here made by `rlspec convert`; an EAGLE-3 drafter is a directory in them."""
-    folder, _, tensors = model
-    assert main([str(folder), str(tmp_path / "saved")]) == 0
-    config, found = read_drafters(folder, {"before": str(folder), "slime": str(tmp_path / "saved")})
-    own = {name for name in tensors if ".mtp_layers." in name}
-    assert DRAFTER not in config and found["slime"].keys() == own
-    assert all(torch.equal(found["slime"][name], tensors[name]) for name in own)
-    iteration = checkpoint_directory(tmp_path / "saved")
-    shutil.copytree(drafter, iteration / SLIME_FOLDER / HF_DRAFTER)
-    config, found = read_drafters(folder, {"before": str(drafter), "slime": str(iteration)})
-    assert torch.equal(found["slime"]["eagle3.fc.weight"], found["before"]["eagle3.fc.weight"])
-    assert main([str(folder), str(tmp_path / "plain"), "--to", "megatron", "--drop-mtp"]) == 0
-    with pytest.raises(CheckpointError, match="has no MTP layer, and no rlspec-drafter/hf_drafter"):
-        read_drafters(folder, {"slime": str(tmp_path / "plain")})
-
-
-def test_drafters_to_compare_are_of_one_kind_with_the_same_words(model, drafter, tmp_path):
-    make_drafter(model[0], tmp_path / "other", 17)
-    config, found = read_drafters(model[0], {"a": str(drafter), "b": str(drafter)})
-    assert config[DRAFTER]["draft_vocab_size"] == 16 and list(found) == ["a", "b"]
-    assert {name for name, _ in weights_of(found["b"])} == found["b"].keys() - {"eagle3.d2t", "eagle3.t2d"}
-    for second, message in ((model[0], "not both"), (tmp_path / "other", "differs in config.json or words")):
-        with pytest.raises(CheckpointError, match=message):
-            read_drafters(model[0], {"a": str(drafter), "b": str(second)})
+def test_a_policy_is_read_with_drafters_of_other_directories(model, drafter, tmp_path):
+    folder, hf, tensors = model
+    config, found = with_drafter(folder, drafter)
+    assert config[DRAFTER]["draft_vocab_size"] == 16 and config["num_nextn_predict_layers"] == 0
+    assert {name for name, _ in weights_of(found)} == found.keys() - {"eagle3.d2t", "eagle3.t2d"}
+    other = {name: tensor + 1 if ".mtp_layers." in name else tensor for name, tensor in tensors.items()}
+    write_hf(tmp_path / "other", hf, other)
+    config, found = with_drafter(folder, tmp_path / "other")
+    assert DRAFTER not in config and found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], other[name]) for name in tensors)
+    write_hf(tmp_path / "plain", hf, {name: t for name, t in tensors.items() if ".mtp_layers." not in name})
+    with pytest.raises(CheckpointError, match="lacks model.mtp_layers.0.* expected a drafter"):
+        with_drafter(folder, tmp_path / "plain")
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -45,8 +45,8 @@ def resumed(folder, cp, *extra):
     """Two steps, slime's `save`, a third step; and the third step again from the checkpoint, in fresh models."""
     from slime.backends.megatron_utils import model as slime_model
 
-    from megatron_rlspec.conversion.drafter_files import HF_DRAFTER
     from megatron_rlspec.integrations.slime import hooks as slime_hooks
+    from megatron_rlspec.integrations.slime.eagle3 import HF_DRAFTER
     from megatron_rlspec.models.hf_files import read_hf
 
     saved = Path(folder, "saved")

@@ -24,6 +24,8 @@ from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import publish
 from megatron_rlspec.train import shards
 
+HF_DRAFTER = "hf_drafter"  # within `hooks.FOLDER`
+
 
 class SlimeEagle3(DrafterBeside):
     """The drafter of one rank."""
@@ -72,7 +74,7 @@ class SlimeEagle3(DrafterBeside):
         if not main:
             return
         assert self.vocabulary is not None
-        target = folder / drafter_files.HF_DRAFTER
+        target = folder / HF_DRAFTER
         built = drafter_files.build_drafter(
             target, self.hf_config[DRAFTER], tensors, self.vocabulary, self.settings.path
         )
@@ -80,4 +82,4 @@ class SlimeEagle3(DrafterBeside):
 
     def read(self, folder: Path) -> None:
         """Load the weights that `write` wrote, of a checkpoint without moments."""
-        self.load(drafter_files.read_drafter(folder / drafter_files.HF_DRAFTER))
+        self.load(drafter_files.read_drafter(folder / HF_DRAFTER))

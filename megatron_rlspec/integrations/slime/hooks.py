@@ -25,7 +25,6 @@ from slime.backends.megatron_utils import model as slime_model
 from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
-from megatron_rlspec.conversion.drafter_files import SLIME_FOLDER as FOLDER
 from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import micro_batch, sample_weights, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import SlimeMTP
@@ -38,6 +37,8 @@ from megatron_rlspec.speculation.acceptance import Prediction, added
 from megatron_rlspec.train import checkpoint
 
 logger = logging.getLogger(__name__)
+FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
+
 _drafter: SlimeMTP | SlimeEagle3 | None = None
 _prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
