@@ -7,7 +7,6 @@ Nothing of them is imported. If a GPU is visible, or with `--gpu`, it prints wha
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +14,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from megatron_rlspec import arguments
-from megatron_rlspec.compat import machine, patches
+from megatron_rlspec.compat import machine
 from megatron_rlspec.compat.installed import locate, version
 from megatron_rlspec.config import ConfigError
 
@@ -140,11 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{finding.name}: {finding.text}; {UPSTREAM[finding.name].install}")
         else:
             print(f"{finding.name} {version(finding.name) or '(no wheel)'}: {finding.text}")
-    if shutil.which("git"):
-        for name, now in patches.found(options.path).items():
-            print(f"patches/{name}: {now}")
-    else:
-        print("patches: not compared, because git is not installed")
     if not (options.gpu or machine.visible_gpus()):
         return 0
     lacks = machine.lacks(machine.gather(options.path))
