@@ -86,7 +86,6 @@ def main() -> None:
             spec.set_spec_rule(json.loads((run / "rl/spec_rule.json").read_text()))
             summary["rollout"] = speeds(engines, trained, prompts[:96], sampling, args.repeats, fixed=False)
     files.write(run / "summary.json", json.dumps(summary, indent=1) + "\n")
-    files.write(run / "rl/comparison.json", json.dumps(summary["comparison"], indent=1) + "\n")  # for `rlspec report`
     show(summary)
     CONSOLE.print(f"written: {run / 'summary.json'}. The run's page: .venv/bin/rlspec report {run / 'rl'}")
 

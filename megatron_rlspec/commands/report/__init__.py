@@ -34,12 +34,11 @@ LAST_LEAST = 5  # of those steps
 
 
 class Tile(NamedTuple):
-    """The mean of a metric over the last `steps` steps that have it, and half its 95 % interval."""
+    """The mean of a metric over the last `steps` steps that have it."""
 
     key: str
     label: str
     mean: float
-    error: float
     steps: int
 
 
@@ -107,12 +106,10 @@ def render(run: Run) -> str:
         digest=digest,
         drawings=drawings,
         glossary=_glossary(drawings),
-        hint=_hint,
         made=time.strftime("%Y-%m-%d %H:%M"),
         moves=moves[-MOVES_SHOWN:],
         sizes=sizes[-MOVES_SHOWN:],
         unusual=_unusual(run),
-        compared=_compared_drafters(run.comparison),
         samples=_samples(run.samples),
         options=run.changed_options(),
         config=json.dumps(run.config, indent=1) if run.config else "",
@@ -155,7 +152,7 @@ def _tile(run: Run, key: str, label: str = "") -> Tile | None:
         return None
     count = max(LAST_LEAST, round(LAST_SHARE * len(points)))
     last = [value for _, value in points[-count:]]
-    return Tile(key, label, *charts.interval(last), len(last))
+    return Tile(key, label, sum(last) / len(last), len(last))
 
 
 def _unusual(run: Run) -> list[tuple[Tile, Metric]]:
@@ -180,26 +177,6 @@ def _samples(rows: Sequence[Record]) -> list[Record]:
     return samples
 
 
-def _compared_drafters(table: Record) -> list[list[str]]:
-    """Return rows of a table that `rlspec compare --out` wrote: drafts, what, value and interval, what it shows.
-
-    Of the differences only those to the first drafter, by which a reader judges the others.
-    """
-    if not table:
-        return []
-    lengths = table["accept_lengths"]
-    rows = [[row["steps"], row["drafter"], _interval(row), ""] for row in lengths]
-    for row in table["differences"]:
-        if row["drafter"] == lengths[0]["drafter"]:
-            difference = f"{row['drafter']} - {row['minus']}"
-            rows.append([row["steps"], difference, _interval(row), row["shown"]])
-    return rows
-
-
-def _interval(row: Record) -> str:
-    return f"{row['value']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
-
-
 def _glossary(drawings: Sequence[DrawnChart]) -> Mapping[str, Metric]:
     """Return the entries of all keys that are drawn, by the keys of their families."""
     glossary: dict[str, Metric] = {}
@@ -209,12 +186,3 @@ def _glossary(drawings: Sequence[DrawnChart]) -> Mapping[str, Metric]:
             if metric:
                 glossary[metric.key] = metric
     return glossary
-
-
-def _hint(key: str) -> str:
-    """Return what a pointer shows beside a key."""
-    metric = metric_names.find(key)
-    if metric is None:
-        return ""
-    unit = f" [{metric.unit}]" if metric.unit else ""
-    return f"{key}{unit}: {metric.meaning}. Normal: {metric.normal}."

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy import stats
 
 SIZE = (4.8, 2.7)  # inches, which a browser stretches
-MOST_POINTS = 400  # of a line; longer ones are drawn as means of neighbours
+MOST_POINTS = 400  # of a line
+MOST_MARKERS = 60  # points of a line up to which each has a dot
 MOST_BARS = 60
-SMOOTH_FROM = 16  # points; a shorter line is drawn as it is
-WINDOWS = 15  # a line is smoothed over a window of one part in so many
 GREY = "0.55"
 INK = "#010203"  # becomes the colour of the page's text, which follows the browser's scheme
 STYLE: dict[Any, Any] = {
@@ -71,30 +68,15 @@ class DrawnChart:
     svg: str
 
 
-class Mean(NamedTuple):
-    """The mean over a window of steps around x, and the 95 % interval of that mean."""
-
-    x: float
-    mean: float
-    low: float
-    high: float
-
-
 def lines(series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
-    """Draw lines over steps: the mean over a window, the 95 % interval of that mean, and single steps as dots."""
+    """Draw lines over steps. Of many steps every n-th is drawn, the newest among them."""
     with matplotlib.rc_context(STYLE):
         figure, axes = _empty()
         for line in series:
-            points = thin(line.points)
-            x, y = zip(*points, strict=True)
-            means = smooth(points)
-            if not means:
-                axes.plot(x, y, marker=".", color=line.colour, label=line.label)
-                continue
-            _, mean, low, high = zip(*means, strict=True)
-            axes.plot(x, y, ".", color=line.colour, alpha=0.4, markersize=3)
-            axes.fill_between(x, low, high, color=line.colour, alpha=0.16, lw=0)
-            axes.plot(x, mean, color=line.colour, label=line.label)
+            every = math.ceil(len(line.points) / MOST_POINTS)
+            x, y = zip(*line.points[::-every], strict=True)
+            marker = "." if len(x) <= MOST_MARKERS else ""
+            axes.plot(x, y, lw=1, marker=marker, color=line.colour, label=line.label)
         for mark in marks:
             error = [[mark.value - mark.low], [mark.high - mark.value]]
             axes.errorbar(mark.x, mark.value, yerr=error, color=INK, marker="D", markersize=4)
@@ -119,49 +101,6 @@ def bars(series: Sequence[Series]) -> str:
             axes.stairs(top, edges, baseline=bottom, fill=True, color=part.colour, label=part.label)
             bottom = top
         return _svg(figure, legend=True)
-
-
-def thin(points: Points) -> Points:
-    """Return the points, or means of neighbours if there are more than `MOST_POINTS`."""
-    size = math.ceil(len(points) / MOST_POINTS)
-    if size <= 1:
-        return points
-    means = []
-    for first in range(0, len(points), size):
-        means.append(tuple(np.mean(points[first : first + size], axis=0).tolist()))
-    return means
-
-
-def smooth(points: Points) -> list[Mean]:
-    """Return the mean over a window around each point; [] for few points.
-
-    The interval takes the points of a window for independent samples of one value.
-    """
-    if len(points) < SMOOTH_FROM:
-        return []
-    half = max(2, len(points) // WINDOWS // 2)
-    size = 2 * half + 1
-    means = []
-    for i, (x, _) in enumerate(points):
-        # Windows at the ends are as long as the others.
-        first = min(max(0, i - half), len(points) - size)
-        mean, error = interval([y for _, y in points[first : first + size]])
-        means.append(Mean(x, mean, mean - error, mean + error))
-    return means
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of independent samples and half of its 95 % interval; NaN for fewer than three samples."""
-    mean = float(np.mean(values))
-    if len(values) < 3:
-        return mean, math.nan
-    error = _quantile(len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
-    return mean, float(error)
-
-
-@functools.cache
-def _quantile(freedom: int) -> float:
-    return float(stats.t.ppf(0.975, freedom))
 
 
 def short(value: float) -> str:

@@ -18,9 +18,8 @@ Record = dict[str, Any]
 class Run:
     """The records of a run; docs/runs.md lists the fields.
 
-    rollouts    lines of moves.jsonl
-    starts      lines of process.jsonl that say how the run was started
-    comparison  what `rlspec compare --out RUN_DIR/comparison.json` wrote; {} without it
+    rollouts  lines of moves.jsonl
+    starts    lines of process.jsonl that say how the run was started
     """
 
     name: str
@@ -29,7 +28,6 @@ class Run:
     samples: list[Record]
     rollouts: list[Record]
     starts: list[Record]
-    comparison: Record
     config: Record
 
     def changed_options(self) -> list[tuple[str, str, str]]:
@@ -60,6 +58,7 @@ def options_of(config: Mapping[str, Any]) -> dict[str, str]:
 def read_run(directory: Path) -> Run:
     """Read a run directory. Raises FileError for files that cannot be read."""
     processes = read_records(directory / "process.jsonl")
+    config = directory / "config.json"
     return Run(
         name="/".join(directory.resolve().parts[-2:]),
         steps=read_records(directory / "metrics.jsonl"),
@@ -67,10 +66,5 @@ def read_run(directory: Path) -> Run:
         samples=read_records(directory / "samples.jsonl"),
         rollouts=read_records(directory / "moves.jsonl"),
         starts=[process for process in processes if process["kind"] == "start"],
-        comparison=_read_json(directory / "comparison.json"),
-        config=_read_json(directory / "config.json"),
+        config=files.read_json(config) if config.exists() else {},
     )
-
-
-def _read_json(path: Path) -> Record:
-    return files.read_json(path) if path.exists() else {}
