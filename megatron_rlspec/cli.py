@@ -137,18 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def drop_foreign_lines() -> None:
     """Drop the texts of `FOREIGN`, which a user cannot act on."""
     for name, text in FOREIGN.items():
-        logging.getLogger(name).addFilter(_Without(text))
-
-
-class _Without(logging.Filter):
-    """Passes log records whose message does not hold a text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return self.text not in str(record.msg)
+        logging.getLogger(name).addFilter(lambda record, text=text: text not in str(record.msg))
 
 
 def named(name: str) -> Any:
