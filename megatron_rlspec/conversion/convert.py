@@ -31,6 +31,7 @@ from megatron_rlspec.models import hf_files as checkpoint
 from megatron_rlspec.models.config import DRAFTER, refusal
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
+from megatron_rlspec.models.headers import Header
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
 from megatron_rlspec.models.lazy import Lazy, Makers, fused
 from megatron_rlspec.models.names import NameTable, name_table
@@ -298,8 +299,12 @@ def _eagle3(
     return SavedEagle3(beside, own, drafter, ids, table, held)
 
 
-def convert(work: Conversion, advance: Callable[[str], None] = lambda label: None) -> None:
+def convert(
+    work: Conversion, advance: Callable[[str], None] = lambda label: None, *, link: bool = False
+) -> None:
     """Convert. Calls `advance(label)` after every group.
+
+    link  a Hugging Face target has links to the source's files, and a copy of no tensor in them
 
     Raises CheckpointError for a damaged source, OSError, for a full disk for example, and FileError if another
     process writes this target. Nothing is then left behind.
@@ -309,7 +314,10 @@ def convert(work: Conversion, advance: Callable[[str], None] = lambda label: Non
         try:
             # another process may have finished it since it was planned
             files.check_new_directory(work.target)
-            built = _build_hf(work, advance) if work.to == "hf" else _build_megatron(work, advance)
+            if work.to == "hf":
+                built = _build_hf(work, advance, _by_their_names(work.source) if link else {})
+            else:
+                built = _build_megatron(work, advance)
             if work.eagle3 is not None:
                 drafter = _build_eagle3(work.eagle3)
                 checkpoint.publish(drafter, work.eagle3.target)
@@ -318,20 +326,33 @@ def convert(work: Conversion, advance: Callable[[str], None] = lambda label: Non
             lock.unlink()
 
 
-def _build_hf(work: Conversion, advance: Callable[[str], None]) -> Path:
+def _build_hf(
+    work: Conversion, advance: Callable[[str], None], linked: Mapping[str, Header]
+) -> Path:
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for label, names in work.groups.items():
             for name in names:
+                row = work.family.rows[name]
+                if linked.keys() >= set(row.hf):
+                    continue
                 for hf, tensor in work.family.to_hf(name, work.tensors[name]):
+                    if hf in linked:
+                        continue
                     # A fresh drafter shares storage with a layer, which safetensors refuses.
                     yield hf, tensor.clone(memory_format=torch.contiguous_format)
-                    for copy in work.family.rows[name].copies:
+                    for copy in row.copies:
                         yield copy, tensor.clone()
             advance(label)
 
     return checkpoint.build_hf(
-        work.target, work.config, tensors(), work.small_files, checkpoint.SHARD_BYTES
+        work.target, work.config, tensors(), work.small_files, checkpoint.SHARD_BYTES, linked
     )
+
+
+def _by_their_names(source: Path) -> dict[str, Header]:
+    """Return the tensors of a Hugging Face directory that its files call by their names, whole."""
+    headers = read_hf(source)[1].headers
+    return {name: header for name, header in headers.items() if header.name == name}
 
 
 def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:

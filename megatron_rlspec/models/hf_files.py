@@ -111,16 +111,24 @@ def build_hf(
     tensors: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    linked: Mapping[str, Header] | None = None,
 ) -> Path:
     """Write a checkpoint directory beside `path`, and return it: more files can be added, and `publish` names it.
 
     `tensors` is consumed once; at most one file's worth (`shard_bytes`, and the tensor that overflows it) is held in
-    memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. What a killed writer leaves
-    behind, `.<name>.partial`, is replaced by the next one.
+    memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. `linked`: further tensors,
+    to whose files the directory has links. What a killed writer leaves behind, `.<name>.partial`, is replaced by the
+    next one.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     with building(Path(path)) as partial:
         file_of: dict[str, str] = {}
+        links: dict[Path, str] = {}
+        for name, header in (linked or {}).items():
+            if header.path not in links:
+                links[header.path] = f"link-{len(links):05d}.safetensors"
+                os.symlink(header.path.resolve(), partial / links[header.path])
+            file_of[name] = links[header.path]
         for count, lot in enumerate(_lots(pairs, shard_bytes), 1):
             file = f"shard-{count:05d}.safetensors"
             tensor_file.save(lot, partial / file)

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.config.base import first_mistake
-from megatron_rlspec.conversion.convert import config_with_drafter
+from megatron_rlspec.conversion.convert import config_with_drafter, convert, plan
 from megatron_rlspec.conversion.drafter_files import config_of_drafter, make_drafter
-from megatron_rlspec.conversion.fresh import add_mtp
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import record_of
@@ -42,7 +41,7 @@ def with_fresh_drafter(config: Config) -> Config:
         print(f"rlspec: {model} gets a fresh drafter, {kind}, in {target}", flush=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         if kind == "mtp":
-            add_mtp(model, target)
+            convert(plan(model, target, to="hf", add_mtp=True), link=True)
         else:
             make_drafter(model, target)
     _wait_for(target)

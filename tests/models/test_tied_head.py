@@ -6,7 +6,6 @@ from weight_oracles import mimo_checkpoint
 
 from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.conversion.drafter_files import make_drafter, read_model
-from megatron_rlspec.conversion.fresh import add_mtp
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
 
@@ -42,7 +41,7 @@ def test_the_head_is_the_embedding(tmp_path, stored):
     convert(plan(tmp_path / "hf", tmp_path / "megatron"))
     convert(plan(tmp_path / "megatron", tmp_path / "back"))
     assert equal(read_hf(tmp_path / "back")[1], tensors)
-    add_mtp(tmp_path / "hf", tmp_path / "mtp")
+    convert(plan(tmp_path / "hf", tmp_path / "mtp", to="hf", add_mtp=True), link=True)
     check_model(tmp_path / "mtp", "train")
     found = read_hf(tmp_path / "mtp")[1]
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
