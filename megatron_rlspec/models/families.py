@@ -36,7 +36,6 @@ from megatron_rlspec.models.rows import (
     latent_attention,
     mlp,
     mtp_layer,
-    mtp_module,
     need,
     norms,
     outer,
@@ -84,7 +83,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     latent = "kv_lora_rank" in config
     dense = config.get("first_k_dense_replace", 0)
     count = need(config, "n_routed_experts")
-    shared = "shared_experts" if config.get("n_shared_experts") else ""
+    shared = bool(config.get("n_shared_experts"))
 
     def block(megatron: str, hf: str, n: int) -> Iterator[Row]:
         yield from norms(megatron, hf)
@@ -115,7 +114,8 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of Qwen3-MoE: grouped-query attention with norms of q and k, softmax router, no shared experts.
 
     The drafter's names are those that SGLang's `qwen3_moe_mtp.py` reads; Transformers has no drafter of this family.
-    Raises ValueError for layers without experts, since SGLang gives every layer experts, and for biases.
+    Raises ValueError for layers without experts, since SGLang gives every layer experts, for biases, and for more than
+    one MTP layer.
     """
     g = Geometry.of(config)
     count = need(config, "num_experts")
@@ -129,12 +129,18 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
     def block(megatron: str, hf: str) -> Iterator[Row]:
         yield from norms(megatron, hf)
         yield from attention(megatron, hf, g, bias=False, qk_norm=True)
-        yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared="")
+        yield from experts(f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=False, shared=False)
 
     yield from outer(g)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
-    yield from mtp_module(g, block)
+    if g.mtp_layers > 1:
+        raise ValueError(
+            f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one"
+        )
+    if g.mtp_layers:
+        names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+        yield from mtp_layer(0, names, block("mtp.layers.0.transformer_layer.", "mtp.layers.0."))
 
 
 def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:

@@ -23,14 +23,10 @@ class Layout:
     split: Callable[[Tensor], Sequence[Tensor]]
 
 
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts))
-
-
 COPY = Layout(lambda parts: parts[0], lambda full: (full,))
 
 # SwiGLU: Megatron's linear_fc1 is [gate; up] on dim 0.
-GATE_UP = Layout(_cat, lambda full: full.chunk(2))
+GATE_UP = Layout(lambda parts: torch.cat(list(parts)), lambda full: full.chunk(2))
 
 
 def _swap(full: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,15 +191,17 @@ def mlp(megatron: str, hf: str) -> Iterator[Row]:
     yield Row(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), cut=ROW)
 
 
-def experts(megatron: str, hf: str, count: int, *, router_bias: bool, shared: str) -> Iterator[Row]:
-    """Yield router and experts of a layer; `shared`: the checkpoint's name of its shared experts, "" for none."""
+def experts(
+    megatron: str, hf: str, count: int, *, router_bias: bool, shared: bool
+) -> Iterator[Row]:
+    """Yield router and experts of a layer, `shared` ones among them."""
     yield Row(f"{megatron}router.weight", (f"{hf}gate.weight",))
     if router_bias:
         yield Row(f"{megatron}router.expert_bias", (f"{hf}gate.e_score_correction_bias",))
     for e in range(count):
         yield from mlp(f"{megatron}experts.local_experts.{e}.", f"{hf}experts.{e}.")
     if shared:
-        yield from mlp(f"{megatron}shared_experts.", f"{hf}{shared}.")
+        yield from mlp(f"{megatron}shared_experts.", f"{hf}shared_experts.")
 
 
 def mtp_layer(
@@ -218,14 +220,3 @@ def mtp_layer(
     yield Row(f"{to}eh_proj.weight", (projection,), layout, COLUMN)
     yield from block
     yield Row(f"{to}final_layernorm.weight", (final,))
-
-
-def mtp_module(g: Geometry, block: Callable[[str, str], Iterator[Row]]) -> Iterator[Row]:
-    """Yield the rows of Qwen's drafters, `mtp.*` in the checkpoint. Raises ValueError for more than one layer."""
-    if g.mtp_layers > 1:
-        raise ValueError(
-            f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one"
-        )
-    if g.mtp_layers:
-        names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-        yield from mtp_layer(0, names, block("mtp.layers.0.transformer_layer.", "mtp.layers.0."))
