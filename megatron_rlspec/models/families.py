@@ -25,9 +25,7 @@ from typing import Any, Literal
 
 from megatron_rlspec.models.config import MAPS, PREFIX, refusal
 from megatron_rlspec.models.drafter_config import check_drafter_config, layer_of_drafter
-from megatron_rlspec.models.layouts import (
-    SWAP_HALVES,
-)
+from megatron_rlspec.models.layouts import SWAP_HALVES
 from megatron_rlspec.models.rows import (
     Geometry,
     Row,
