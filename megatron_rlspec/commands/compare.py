@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rlspec import arguments, files
 from megatron_rlspec.config import Config, ConfigError, load
-from megatron_rlspec.conversion.drafter_files import weights_of, with_drafter, words
+from megatron_rlspec.conversion.drafter_files import read_with_drafter, weights_of, words
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models import hub
 from megatron_rlspec.models.config import DRAFTER
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
 
     drafters = {}
     for name, directory in directories.items():
-        drafters[name] = with_drafter(options.policy, directory)
+        drafters[name] = read_with_drafter(options.policy, directory)
     longest = read_hf(options.policy)[0]["max_position_embeddings"]
     new_tokens = options.max_new_tokens or min(MOST_NEW_TOKENS, longest // 2)
     if new_tokens >= longest:

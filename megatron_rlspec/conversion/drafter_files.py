@@ -58,7 +58,7 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS)
 
 
-def with_drafter(policy: str | Path, place: str | Path) -> tuple[dict[str, Any], LazyTensors]:
+def read_with_drafter(policy: str | Path, place: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     """Read a policy with the drafter of the directory `place`: its MTP layers, or an EAGLE-3 drafter.
 
     Raises CheckpointError.
@@ -69,11 +69,14 @@ def with_drafter(policy: str | Path, place: str | Path) -> tuple[dict[str, Any],
         check_drafter(place, config, str(policy))
         return read_model(policy, place)
     names = name_table(config).drafter_names
-    lost = [name for name in names if name not in own]
-    if lost or not names:
+    if not names:
         raise CheckpointError(
-            f"{place}: lacks {min(lost, default='an MTP layer')} of {policy}; expected a drafter"
+            f"config.json of {policy}: no MTP layer in place of which {place} could stand; expected a policy with one, "
+            "or EAGLE-3 drafters"
         )
+    lost = [name for name in names if name not in own]
+    if lost:
+        raise CheckpointError(f"{place}: lacks {lost[0]} of {policy}; expected a drafter")
     return config, LazyTensors({**tensors.headers, **{name: own.headers[name] for name in names}})
 
 

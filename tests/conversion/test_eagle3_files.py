@@ -11,8 +11,8 @@ from megatron_rlspec.commands.convert import main
 from megatron_rlspec.conversion.drafter_files import (
     make_drafter,
     read_model,
+    read_with_drafter,
     weights_of,
-    with_drafter,
     words,
 )
 from megatron_rlspec.conversion.eagle3 import check_drafter
@@ -62,17 +62,17 @@ def test_a_small_vocabulary_is_drafted_from_whole(model, tmp_path):
 
 def test_a_policy_is_read_with_drafters_of_other_directories(model, drafter, tmp_path):
     folder, hf, tensors = model
-    config, found = with_drafter(folder, drafter)
+    config, found = read_with_drafter(folder, drafter)
     assert config[DRAFTER]["draft_vocab_size"] == 16 and config["num_nextn_predict_layers"] == 0
     assert {name for name, _ in weights_of(found)} == found.keys() - {"eagle3.d2t", "eagle3.t2d"}
     other = {name: tensor + 1 if ".mtp_layers." in name else tensor for name, tensor in tensors.items()}
     write_hf(tmp_path / "other", hf, other)
-    config, found = with_drafter(folder, tmp_path / "other")
+    config, found = read_with_drafter(folder, tmp_path / "other")
     assert DRAFTER not in config and found.keys() == tensors.keys()
     assert all(torch.equal(found[name], other[name]) for name in tensors)
     write_hf(tmp_path / "plain", hf, {name: t for name, t in tensors.items() if ".mtp_layers." not in name})
     with pytest.raises(CheckpointError, match="lacks model.mtp_layers.0.* expected a drafter"):
-        with_drafter(folder, tmp_path / "plain")
+        read_with_drafter(folder, tmp_path / "plain")
 
 
 IDS = "eagle_aux_hidden_state_layer_ids"
