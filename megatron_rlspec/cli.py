@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import importlib
 import importlib.util
 import logging
@@ -137,7 +138,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 def drop_foreign_lines() -> None:
     """Drop the texts of `FOREIGN`, which a user cannot act on."""
     for name, text in FOREIGN.items():
-        logging.getLogger(name).addFilter(lambda record, text=text: text not in str(record.msg))
+        logging.getLogger(name).addFilter(functools.partial(_lacks, text))
+
+
+def _lacks(text: str, record: logging.LogRecord) -> bool:
+    return text not in str(record.msg)
 
 
 def named(name: str) -> Any:

@@ -51,11 +51,12 @@ def test_every_depth_drafts_as_an_engine_does(tmp_path):
 
 def test_a_directory_is_trained_and_converted(tmp_path):
     tensors = checkpoint(SMALL, tmp_path / "names")
-    write_hf(tmp_path / "model", SMALL | {"eos_token_id": 1}, {n: tensor.clone() for n, tensor in tensors.items()})
+    stated = SMALL | {"eos_token_id": 1}
+    write_hf(tmp_path / "model", stated, {n: tensor.clone() for n, tensor in tensors.items()})
     for use in ("train", "convert"):
         assert check_model(tmp_path / "model", use, tokenizer=False)["kv_lora_rank"] == SMALL["kv_lora_rank"]
     target = {name: tensors[name].clone() for name in name_table(SMALL).target_names}
-    write_hf(tmp_path / "plain", SMALL | {"num_nextn_predict_layers": 0}, target)
+    write_hf(tmp_path / "plain", stated | {"num_nextn_predict_layers": 0}, target)
     assert main([str(tmp_path / "plain"), str(tmp_path / "added"), "--add-mtp", "--to", "hf"]) == 0
     assert check_model(tmp_path / "added", "train", tokenizer=False)["num_nextn_predict_layers"] == 1
 
