@@ -104,7 +104,6 @@ class Trainer:
         # sums of the newest step over all ranks, for `objectives.means`
         self.totals: dict[str, list[float]] = {}
         self.sharpness: float | None = None  # of coupled drafts, as measured last
-        self._steps = self._objective.predicted_steps if config.drafter.train else ()
         self.temperature = training_temperature(config.rollout.temperature)
         self.reference: Reference | None = None  # after `keep_reference`
         self.embedding: Tensor | None = None
@@ -175,11 +174,12 @@ class Trainer:
             self.drafter.train()
             self.drafter_step.begin()
         # one wait for a GPU, in place of one in each micro-batch
-        finite = all_finite(self.policy.head_weight()) if self.last_stage else None
-        losses = partial(self._losses, objective, train_policy, train_drafter, finite)
+        head_is_finite = all_finite(self.policy.head_weight()) if self.last_stage else None
+        losses = partial(self._losses, objective, train_policy, train_drafter, head_is_finite)
         sums = self.run(batches, losses, forward_only=not train_policy)
-        self.totals = reduce_sums(walked(sums, self._steps))
-        self.learn_prediction(prediction_of(self.totals, self._steps))
+        predicted_steps = self._objective.predicted_steps
+        self.totals = reduce_sums(walked(sums, predicted_steps))
+        self.learn_prediction(prediction_of(self.totals, predicted_steps))
         metrics = means(self.totals)
         if train_policy:
             agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
@@ -237,8 +237,8 @@ class Trainer:
             replay.words = self.drafter_step.words
             replay.head = self.drafter_step.head
         sums = self.read(batches, partial(self._replayed, replay))
-        totals = reduce_sums(walked(sums, tuple(steps)))
-        prediction = prediction_of(totals, tuple(steps))
+        totals = reduce_sums(walked(sums, objective.predicted_steps))
+        prediction = prediction_of(totals, objective.predicted_steps)
         if prediction is None:
             return dict.fromkeys(steps, 1.0)
         self.sharpness = prediction.sharpness or self.sharpness
@@ -328,7 +328,7 @@ class Trainer:
         objective: str,
         train_policy: bool,
         train_drafter: bool,
-        finite: bool | None,
+        head_is_finite: bool | None,
         batch: PackedBatch,
         packed: PackedSequences,
         hidden: Tensor,
@@ -337,7 +337,7 @@ class Trainer:
         hidden = hidden[:, 0]
         # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
         temperature = 1.0 if objective == "sft" and train_policy else self.temperature
-        layer = self.output_layer(temperature, finite)
+        layer = self.output_layer(temperature, head_is_finite)
         loss = hidden.new_zeros(())
         sums: Sums = {}
         step = self.drafter_step if train_drafter else None
