@@ -33,7 +33,7 @@ def pack(
     depth: int,
     tokens_per_micro_batch: int,
     advantages: Sequence[float] | PerToken | None = None,
-    drafter_weights: Sequence[float] | PerToken | None = None,
+    drafter_weights: Sequence[float] | np.ndarray | None = None,
     version: int | None = None,
     aggregation: Aggregation = "token",
     constant_length: int | None = None,
@@ -48,8 +48,8 @@ def pack(
     tokens_per_micro_batch  most tokens of one micro-batch with padding, over all its context-parallel ranks
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
-    drafter_weights         one per sample, or `[L]` of positions per sample, not negative; 1 if omitted. Samples of
-                            weight 0 are left out of the drafter's pass (`PackedBatch.drafter_part`)
+    drafter_weights         one per sample, not negative; 1 if omitted. Samples of weight 0 are left out of the
+                            drafter's pass (`PackedBatch.drafter_part`)
     version                 of the policy to be trained; None leaves `staleness` out
     aggregation             what Σ policy_weight · loss_mask · loss / counts["policy"] is over the whole step.
                             token: the mean over trained tokens
@@ -159,7 +159,7 @@ def _columns(
     samples: Sequence[Sample],
     lengths: list[int],
     advantages: Sequence[float] | PerToken | None,
-    drafter_weights: Sequence[float] | PerToken | None,
+    drafter_weights: Sequence[float] | np.ndarray | None,
 ) -> dict[str, list[Tensor]]:
     """Return token-aligned `[L]` tensors of every sample, by field."""
     behaviour = [sample.behaviour_logprobs for sample in samples]
@@ -181,7 +181,7 @@ def _columns(
     }
 
 
-def _floats(values: Sequence[float] | PerToken, lengths: list[int]) -> list[Tensor]:
+def _floats(values: Sequence[float] | np.ndarray | PerToken, lengths: list[int]) -> list[Tensor]:
     """Return a value per token of each sample, from one per sample or per token."""
     columns = []
     for value, length in zip(values, lengths, strict=True):

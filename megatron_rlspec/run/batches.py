@@ -51,7 +51,7 @@ def micro_batches(
     advantages: Sequence[float] | None = None,
     *,
     version: int | None = None,
-    drafter_weights: list[np.ndarray] | None = None,
+    drafter_weights: np.ndarray | None = None,
     depth: int = 0,
     supervised: bool = False,
 ) -> list[PackedBatch]:
@@ -59,7 +59,7 @@ def micro_batches(
 
     advantages       of each sample; None: 0
     version          of the policy that trains on them; of use where samples of older versions are trained on
-    drafter_weights  of every position, `[L]` for each sample; None: 1
+    drafter_weights  of each sample; None: 1
     depth            drafts of each position; 0: drafter.depth
     supervised       no policy of the run has drawn them; the loss is a mean over all tokens, whatever [algorithm] says
     """

@@ -83,8 +83,8 @@ class Drafting:
         drafting.restore(state)
         return drafting
 
-    def weights(self, step: int, samples: Sequence[Sample]) -> list[np.ndarray] | None:
-        """Return the drafter's weight of every position, `[L]` for each sample of a step; None if all are 1."""
+    def weights(self, step: int, samples: Sequence[Sample]) -> np.ndarray | None:
+        """Return the drafter's weight of every sample of a step, `[n]`; None if all are 1."""
         weights = self.schedule.weights(samples)
         config = self._trainer.config
         if not config.drafter.learns_part or not self._records:
@@ -93,9 +93,7 @@ class Drafting:
         chosen = chosen_samples(lengths, config.drafter.share, (config.train.seed, step))
         if chosen.all():
             return weights
-        if weights is None:
-            weights = [np.ones(length, np.float32) for length in lengths]
-        return [weight * learnt for weight, learnt in zip(weights, chosen, strict=True)]
+        return chosen if weights is None else weights * chosen
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Take the rollouts, or demonstrations, of the next step."""

@@ -28,8 +28,8 @@ class DrafterSchedule:
     holds one. All of them see the same rollouts, so all of them pack the same updates.
     """
 
-    def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
-        """Return the drafter's weight of every position, `[L]` for each sample; None if all are 1."""
+    def weights(self, samples: Sequence[Sample]) -> np.ndarray | None:
+        """Return the drafter's weight of every sample, `[n]`; None if all are 1."""
         return None
 
     def observe(self, groups: Sequence[Group]) -> None:

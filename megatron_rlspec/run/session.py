@@ -263,7 +263,7 @@ class Session:
         self,
         samples: list[Sample],
         values: list[float] | None = None,
-        drafter_weights: list[np.ndarray] | None = None,
+        drafter_weights: np.ndarray | None = None,
     ) -> list[PackedBatch]:
         """Return this rank's micro-batches; arguments as for `micro_batches`."""
         return micro_batches(

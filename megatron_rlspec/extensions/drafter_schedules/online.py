@@ -54,18 +54,13 @@ class OnlineLearner(DrafterSchedule):
             self.last_update = int(state["last_update"])
         self.buffer.restore(groups)
 
-    def weights(self, samples: Sequence[Sample]) -> list[np.ndarray] | None:
-        """Return the drafter's weight of every position, for `pack`; None if all are 1."""
-        options = self.config.drafter
-        if options.reward_weight == "none":
+    def weights(self, samples: Sequence[Sample]) -> np.ndarray | None:
+        """Return the drafter's weight of every sample, for `pack`; None if all are 1."""
+        if self.config.drafter.reward_weight == "none":
             return None
         rewards = [sample.reward for sample in samples]
         known = [not failed(sample) for sample in samples]
-        by_sample = reward_weights(rewards, known)
-        weights = []
-        for sample, weight in zip(samples, by_sample, strict=True):
-            weights.append(np.full(len(sample.tokens), weight, np.float32))
-        return weights
+        return reward_weights(rewards, known)
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""
