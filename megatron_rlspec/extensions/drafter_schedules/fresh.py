@@ -16,7 +16,7 @@ from megatron_rlspec.run.batches import micro_batches
 from megatron_rlspec.run.drafter_training import SHARE
 from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.train.step import Trainer
-from megatron_rlspec.types import Group, samples_of
+from megatron_rlspec.types import Group, Sample, samples_of
 
 # It goes on for so many steps and tokens at least. Large steps have the tokens in ten steps; small ones, whose seconds
 # are few, take longer.
@@ -29,16 +29,8 @@ OF_STEP = 0.25
 OF_GENERATION = 0.5
 
 
-def newest_groups(groups: Sequence[Group], tokens: int) -> list[Group]:
-    """Return the last groups that have at most so many tokens together; at least one."""
-    room = tokens
-    first = len(groups)
-    while first:
-        room -= sum(len(sample.tokens) for sample in groups[first - 1].samples)
-        if room < 0:
-            break
-        first -= 1
-    return list(groups[min(first, len(groups) - 1) :])
+def tokens_of(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.tokens) for sample in samples)
 
 
 class FreshLearner(DrafterSchedule):
@@ -82,8 +74,10 @@ class FreshLearner(DrafterSchedule):
         """
         began = time.perf_counter()
         newest = samples_of(self._newest)
-        tokens = int(SHARE * sum(len(sample.tokens) for sample in newest))
-        self._rollouts = newest_groups([*self._rollouts, *self._newest], max(TOKENS, tokens))
+        most = max(TOKENS, int(SHARE * tokens_of(newest)))
+        self._rollouts += self._newest
+        while len(self._rollouts) > 1 and tokens_of(samples_of(self._rollouts)) > most:
+            del self._rollouts[0]
         samples = samples_of(self._rollouts)
         order = np.random.default_rng(step).permutation(len(samples))
         each = -(-len(newest) // UPDATES)  # samples of an update
@@ -93,7 +87,7 @@ class FreshLearner(DrafterSchedule):
             taught = [samples[i] for i in part]
             batches = micro_batches(self._trainer, taught)
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
-            self._learnt += sum(len(sample.tokens) for sample in taught)
+            self._learnt += tokens_of(taught)
             spent = time.perf_counter() - began
             late = spent * (done + 1) / done > seconds  # the next update would be
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
