@@ -53,7 +53,7 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.rollout.engine != "embedded":
             engine = f"rollout.engine={self.rollout.engine}"
-            coupled = self.spec.verifier == "position_keyed" and self.spec.drafts == "coupled"
+            coupled = self.keyed and self.spec.drafts == "coupled"
             if self.spec.ragged and not coupled:
                 ragged = str(self.spec.ragged).lower()
                 raise ValueError(
@@ -88,11 +88,7 @@ class Config(Section):
                 "algorithm.tis_clip=0 leaves out the weights that tokens of an older policy need, which "
                 "rollout.staleness=1 and rollout.partial train on; expected more than 0"
             )
-        if (
-            self.rollout.partial
-            and self.rollout.engine == "sglang"
-            and self.spec.verifier != "position_keyed"
-        ):
+        if self.rollout.partial and self.rollout.engine == "sglang" and not self.keyed:
             raise ValueError(
                 f"rollout.partial={self.rollout.partial}: SGLang continues samples only under "
                 f"spec.verifier=position_keyed, not {self.spec.verifier}"
@@ -120,6 +116,11 @@ class Config(Section):
         It keeps one for each token of a round, and takes prompts, and samples that go on, up to six below its end.
         """
         return max(6, 1 + max(self.spec.steps)) if self.rollout.engine == "sglang" else 0
+
+    @property
+    def keyed(self) -> bool:
+        """Return whether a token follows from seed, position and weights, so that a sample can go on elsewhere."""
+        return self.spec.verifier == "position_keyed"
 
     @property
     def longest_prompt(self) -> int:
@@ -217,7 +218,7 @@ class Config(Section):
             option = "tail.rebalance=true"
         elif tail.tp != (1,):
             option = f"tail.tp={sizes}"
-        if option and self.spec.mode != "off" and self.spec.verifier != "position_keyed":
+        if option and self.spec.mode != "off" and not self.keyed:
             yield f"{option} continues samples, which needs spec.verifier=position_keyed"
         if tail.rebalance and self.rollout.function:
             yield f"{option} does not move the conversations of rollout.function; expected false"

@@ -274,7 +274,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         adaptive=spec.mode == "adaptive",
         ragged=spec.ragged,
     )
-    if config.drafter.train and spec.drafts == "coupled" and spec.verifier == "position_keyed":
+    if config.drafter.train and spec.drafts == "coupled" and config.keyed:
         # until the trainer predicts another one
         learning_of_run.sharpness = sharpness_of(hf_config)
     return learning_of_run

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rlspec import files
-from megatron_rlspec.config import RolloutConfig, SpecSection
+from megatron_rlspec.config import Config
 from megatron_rlspec.cotrainer.speculation import DraftRule, Reports, Rounds
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push import contract
@@ -38,13 +38,13 @@ class RunDraftRule(DraftRule):
     chain   draft steps of a canary
     """
 
-    def __init__(self, options: SpecSection, learning: Learning, rule_file: Path) -> None:
-        """`rule_file`: where `learn` writes the present rule."""
+    def __init__(self, config: Config, learning: Learning) -> None:
+        options = config.spec
         adaptive = options.mode == "adaptive"
         super().__init__(learning, None if adaptive else options.config())
         self.chain = options.num_steps or (max(options.candidate_steps) if adaptive else 0)
         self.drafts = options.mode != "off" and self.chain > 0
-        self._rule_file = rule_file
+        self._rule_file = Path(config.train.run_dir) / "spec_rule.json"
 
     def learn(
         self, rounds: Rounds, reports: Reports, prediction: Prediction | None, delivered: float
@@ -52,7 +52,7 @@ class RunDraftRule(DraftRule):
         """Learn from the rounds and rule reports of a rollout, and take the trainer's `prediction` of the next one.
 
         The rounds also score the prediction of the step before. `delivered` is the tokens that a round delivered to a
-        sample, on average. Returns metrics.
+        sample, on average. Writes the present rule to the run directory. Returns metrics.
         """
         metrics = self.observe(rounds, reports, delivered) | self.learning.expect(prediction)
         files.write(self._rule_file, json.dumps(self.learning.rule()))
@@ -68,33 +68,31 @@ class Engines:
 
     def __init__(
         self,
+        config: Config,
         named: Named,
         starting: StartingEngines,
         speculation: RunDraftRule,
         recorder: Recorder,
-        rollout: RolloutConfig,
         *,
-        keyed: bool,
         drafter: frozenset[str] = frozenset(),
-        trains_drafter: bool = True,
         canary: Sequence[Prompt] = (),
         migration: Migration | None = None,
     ) -> None:
         """Take over engines that have started.
 
         starting   starts lost engines again, at most `rollout.restarts` times
-        keyed      whether the verifier is position-keyed
         drafter    names of the drafter's tensors
         canary     prompts, of which every engine answers the first ones after a push
         migration  an extension that moves running samples; None: samples stay where they began
         """
+        rollout = config.rollout
         # A single engine in this process has a queue of its own. The round in which a sample begins then does not
         # depend on threads, nor does what unfinished samples have when a batch is full.
         alone = rollout.engine == "embedded"
         in_flight = 0 if alone else rollout.max_running_requests
-        self.pool = EnginePool(named, in_flight, self.restart, continues=alone or keyed)
+        self.pool = EnginePool(named, in_flight, self.restart, continues=alone or config.keyed)
         self.health = Health(
-            Pusher(self.pool.engines, frozen=() if trains_drafter else drafter),
+            Pusher(self.pool.engines, frozen=() if config.drafter.train else drafter),
             drafter.__contains__,
             self.speculate if speculation.drafts else None,
             canary[:CANARY_PROMPTS],

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rlspec import custom
-from megatron_rlspec.config import RolloutConfig, TrainConfig
+from megatron_rlspec.config import Config
 from megatron_rlspec.files import tell
 from megatron_rlspec.losses import grpo
 from megatron_rlspec.noise import seed_of
@@ -52,19 +52,16 @@ class Generation:
 
     def __init__(
         self,
-        rollout: RolloutConfig,
-        train: TrainConfig,
+        config: Config,
         tokenizer: Any,
         engines: Engines,
         scorer: rewards.Scorer,
         recorder: Recorder,
         held_out: Mapping[str, Sequence[Prompt]],
         cancelled: threading.Event,
-        *,
-        dynamic_sampling: bool,
-        keyed: bool,
     ) -> None:
-        """`keyed`: whether the verifier is position-keyed."""
+        rollout = config.rollout
+        train = config.train
         self.sampling = rollout.sampling
         self._eval_sampling = self.sampling
         if train.eval_temperature >= 0:
@@ -73,7 +70,7 @@ class Generation:
         self.held_out = held_out
         self._rollout = rollout
         self._train = train
-        self._dynamic = dynamic_sampling
+        self._dynamic = config.algorithm.dynamic_sampling
         self._tokenizer = tokenizer
         self._engines = engines
         self._scorer = scorer
@@ -90,7 +87,7 @@ class Generation:
                 engines.pool,
                 tokenizer,
                 rollout.timeout_seconds,
-                keyed,
+                config.keyed,
             )
 
     def start(self) -> None:

@@ -198,33 +198,26 @@ def build_rollouts(
         recorder.event("data", prompts.summary)
         held_out[name] = prompts.rows
     canary = held_out.get("") or (loaded.prompts.rows if loaded.prompts else [])
-    keyed = config.spec.verifier == "position_keyed"
-    rule_file = Path(config.train.run_dir) / "spec_rule.json"
-    speculation = RunDraftRule(config.spec, started.learning, rule_file)
+    speculation = RunDraftRule(config, started.learning)
     report_slow_sampling(recorder, named)
     engines = Engines(
+        config,
         named,
         started.engines,
         speculation,
         recorder,
-        config.rollout,
-        keyed=keyed,
         drafter=drafter_names(loaded.hf_config),
-        trains_drafter=config.drafter.train,
         canary=canary,
         migration=started.migration,
     )
     generation = Generation(
-        config.rollout,
-        config.train,
+        config,
         loaded.tokenizer,
         engines,
         started.scorer,
         recorder,
         held_out,
         cancelled or threading.Event(),
-        dynamic_sampling=config.algorithm.dynamic_sampling,
-        keyed=keyed,
     )
     return Rollouts(
         generation=generation,
@@ -233,9 +226,7 @@ def build_rollouts(
         recorder=recorder,
         prompts=loaded.prompts,
         migration=started.migration,
-        options=config.rollout,
-        steps=config.train.steps,
-        fresh=config.drafter.fresh,
+        config=config,
     )
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_rlspec.config import RolloutConfig
+from megatron_rlspec.config import Config
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.detectors import stamp_finding
 from megatron_rlspec.records.recorder import Recorder
@@ -71,8 +71,6 @@ class Rollouts:
     speculation  learns from rollouts how to speculate
     prompts      of `collect`; None: only evaluations are generated
     migration    as in `StartingRollouts`
-    steps        of the run
-    fresh        whether the run began with a fresh drafter
     newest       the rollout that `collect` returned last
     """
 
@@ -82,9 +80,7 @@ class Rollouts:
     recorder: Recorder
     prompts: Prompts | None
     migration: Migration | None
-    options: RolloutConfig
-    steps: int
-    fresh: bool
+    config: Config
     _rolling: int = 0  # the step whose rollout runs
     _ahead: Future[Rollout] | None = None
 
@@ -104,7 +100,7 @@ class Rollouts:
         if lost := self.speculation.learning.restore(resumed):
             self.recorder.event("resume", lost)
         self.generation.restore(drawn.begun)
-        if self.fresh and not resumed:
+        if self.config.drafter.fresh and not resumed:
             self.speculation.learning.start_without()
         if self.speculation.fixed is None:
             self.engines.pool.everywhere(self.speculation.set)
@@ -143,12 +139,13 @@ class Rollouts:
         self.newest = ahead.result() if ahead is not None else self._generate(step)
         groups = self.newest.groups
         current = step + 1
-        oldest = max(1, current - self.options.oldest)
+        options = self.config.rollout
+        oldest = max(1, current - options.oldest)
         samples = samples_of(groups)
         finding = stamp_finding(samples, oldest, current)
         if finding is not None:
             raise HealthError(finding.message)
-        if self.options.staleness and step + 1 < self.steps:
+        if options.staleness and step + 1 < self.config.train.steps:
             self.begin(step + 1)
         return groups
 

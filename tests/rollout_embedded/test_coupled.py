@@ -155,9 +155,9 @@ def test_a_sharpness_that_is_none_is_refused(stated):
 
 
 @pytest.mark.parametrize("mode", ["fixed", "adaptive"])
-def test_a_run_tells_its_engines_the_sharpness_that_the_trainer_predicts(model, tmp_path, mode):
+def test_a_run_tells_its_engines_the_sharpness_that_the_trainer_predicts(model, mode):
     learning = Learning((0, 1, 5), Roofline.of_layers(2), adaptive=mode == "adaptive")
-    told = RunDraftRule(load(None, {"spec.mode": mode}).spec, learning, tmp_path / "spec_rule.json")
+    told = RunDraftRule(load(None, {"spec.mode": mode}), learning)
     engine = oracle.engine_of(*model, CHAIN)
     accepted = [1.0, 2.0, 3.0]  # of ten drafts, by sharpness
     for best in (SHARPNESS[2], SHARPNESS[0]):

@@ -8,7 +8,7 @@ import forked
 import pytest
 from short_run import TESTS, words
 
-from megatron_rlspec.config import RolloutConfig
+from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.run.engines import Engines
 
@@ -60,7 +60,8 @@ def test_an_engine_that_is_restarted_sleeps_during_the_step_too():
 
     starting = SimpleNamespace(again=again, own={"a", "b"})
     speculation = SimpleNamespace(drafts=False, chain=0)
-    engines = Engines({"a": old, "b": lost}, starting, speculation, MagicMock(), RolloutConfig(restarts=1), keyed=True)
+    config = load(None, {"rollout.restarts": "1"})
+    engines = Engines(config, {"a": old, "b": lost}, starting, speculation, MagicMock())
     engines.pool.drop("b", EngineError("gone"))
     engines.sleep()
     assert engines.pool.engines == {"a": old, "b": new}

@@ -223,7 +223,8 @@ def test_the_limit_follows_the_type_and_what_the_run_has_seen(options, seen, lim
 
 def test_first_drafts_that_are_accepted_half_as_often_make_a_canary_due(tmp_path):
     learning = Learning([0, 3], Roofline.of_layers(8))
-    speculation = RunDraftRule(load(None, {"spec.candidate_steps": "0,3"}).spec, learning, tmp_path / "rule.json")
+    config = load(None, {"spec.candidate_steps": "0,3", "train.run_dir": str(tmp_path)})
+    speculation = RunDraftRule(config, learning)
 
     def fell(refused, accepted):
         rounds = [RoundStats(SpecConfig(3), 1, 40, 200, 200.0, (refused, accepted, 0, 0))]
