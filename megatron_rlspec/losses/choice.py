@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.losses.plain import PlainRows, PlainTeacher
 from megatron_rlspec.noise import draw
 
+Teacher = Taught | PlainTeacher
+
 
 def head_of(
     weight: Tensor, temperature: float, group: dist.ProcessGroup | None, finite: bool | None
@@ -27,13 +30,27 @@ def head_of(
     return replace(head, kernel=chosen.head(head.weight, agrees, head.group))
 
 
-def read(
-    head: VocabParallelHead, hidden: Tensor, labels: Tensor, with_entropy: bool = False
-) -> FusedRows | PlainRows:
-    """Read the rows `hidden [C, H]` of the policy."""
+def teacher_of(head: VocabParallelHead, scores: Tensor, lse: Tensor, rows: Tensor) -> Teacher:
+    """Return what students learn from the policy's `rows [C]` of M: from logits `[M, V/tp]` and `lse [M]` for kernels,
+    from log-probabilities `[M, V/tp]` else.
+    """
     if head.kernel is None:
-        return PlainRows(head, hidden, labels, with_entropy)
-    return FusedRows(head, head.logits(hidden), labels, with_entropy)
+        return PlainTeacher(head, scores.index_select(0, rows))
+    return Taught(head, scores, lse, rows)
+
+
+def read(
+    head: VocabParallelHead,
+    hidden: Tensor,
+    labels: Tensor,
+    with_entropy: bool = False,
+    teacher: Any = None,
+    noise: tuple[Tensor, Tensor] | None = None,
+) -> FusedRows | PlainRows:
+    """Read the rows `hidden [C, H]` of the policy, or of students of a `teacher_of` this head."""
+    if head.kernel is None:
+        return PlainRows(head, hidden, labels, with_entropy, teacher, noise)
+    return FusedRows(head, head.logits(hidden), labels, with_entropy, teacher, noise)
 
 
 def policy_gradient(
@@ -103,15 +120,11 @@ def _results(
     """
     policy = read(head, hidden, labels, with_entropy=True)
     given = read(head, taught, labels)
-    rows = torch.arange(len(hidden), device=hidden.device)
-    noise = rows, rows
-    student: FusedRows | PlainRows
     if head.kernel is None:
-        logp = PlainTeacher(head, given.scores.sub_(given.lse[:, None]))
-        student = PlainRows(head, hidden, labels, teacher=logp, noise=noise)
-    else:
-        teacher = Taught(head, given.scores, given.lse, rows)
-        student = FusedRows(head, head.logits(hidden), labels, teacher=teacher, noise=noise)
+        given.scores.sub_(given.lse[:, None])
+    rows = torch.arange(len(hidden), device=hidden.device)
+    teacher = teacher_of(head, given.scores, given.lse, rows)
+    student = read(head, hidden, labels, teacher=teacher, noise=(rows, rows))
     best, best_logprob = student.best()
     coupled = student.coupled()
     ones = torch.ones_like(policy.logprob)

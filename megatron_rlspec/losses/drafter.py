@@ -10,6 +10,7 @@ logits is float32 (float64 for float64 inputs). All distributions are softmax(lo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,10 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rlspec.custom import DrafterLoss
-from megatron_rlspec.losses.choice import head_of, read
-from megatron_rlspec.losses.fused import FusedRows, Taught
+from megatron_rlspec.losses.choice import Teacher, head_of, read, teacher_of
 from megatron_rlspec.losses.head import DraftHead, accumulate_in
-from megatron_rlspec.losses.plain import PlainRows, PlainTeacher
+from megatron_rlspec.losses.plain import PlainRows
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import SHARPNESS
 
@@ -90,9 +90,8 @@ class Student:
         self._draft_head: DraftHead | None = None
         if words is not None:
             self._draft_head = DraftHead.of_words(self._head, words, own, own_finite)
-        # a function sees whole distributions
-        has_kernel = self._head.kernel is not None
-        self._fused = has_kernel and not callable(kind)
+        # of the student over the whole vocabulary; a function sees whole distributions, which no kernel has
+        self._full = replace(self._head, kernel=None) if callable(kind) else self._head
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -172,7 +171,7 @@ class Student:
         """
         if self._head.kernel is None:
             scores.sub_(lse[:, None])
-        elif not self._fused:
+        elif self._full.kernel is None:
             scores = self._head.normalised(scores, lse)
         rows = rows.to(self._teacher.device)
         begin = torch.searchsorted(self._teacher, rows[0])
@@ -187,12 +186,7 @@ class Student:
                     "the teacher of a drafter row is not among the rows with computed logits"
                 )
             index = to_device(index, scores.device)
-            teacher: Taught | PlainTeacher
-            if self._fused:
-                teacher = Taught(self._head, scores, lse, index)
-            else:
-                teacher = PlainTeacher(self._head, scores.index_select(0, index))
-            self._learn(part, teacher)
+            self._learn(part, teacher_of(self._full, scores, lse, index))
 
     def finish(self) -> tuple[Tensor, Metrics]:
         """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
@@ -215,14 +209,18 @@ class Student:
         return total, self._metrics
 
     @torch.no_grad()
-    def _learn(self, part: slice, teacher: Taught | PlainTeacher | None = None) -> None:
+    def _learn(self, part: slice, teacher: Teacher | None = None) -> None:
         """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
-        head = self._draft_head or self._head
+        head = self._draft_head or self._full
         kind = self._kind
         labels = self._labels[part]
         weight = self._weight[part]
         scales = weight / head.temperature
-        rows = self._read(part, teacher)
+        noise = None
+        if self._noise is not None:
+            seeds, keys = self._noise
+            noise = seeds[part], keys[part]
+        rows = read(head, self._hidden[part], labels, teacher=teacher, noise=noise)
         best, best_logprob = rows.best()
         covered = torch.ones_like(weight)
         sums = {
@@ -262,21 +260,6 @@ class Student:
         for name, whole in self.rows.items():
             whole.index_copy_(0, self._rows[part], kept[name])
         self._learned += len(weight)
-
-    def _read(self, part: slice, teacher: Taught | PlainTeacher | None) -> FusedRows | PlainRows:
-        """Read one slice of students."""
-        head = self._draft_head or self._head
-        hidden = self._hidden[part]
-        labels = self._labels[part]
-        noise = None
-        if self._noise is not None:
-            seeds, keys = self._noise
-            noise = seeds[part], keys[part]
-        if not self._fused:
-            assert not isinstance(teacher, Taught)
-            return PlainRows(head, hidden, labels, teacher=teacher, noise=noise)
-        assert not isinstance(teacher, PlainTeacher)
-        return FusedRows(head, head.logits(hidden), labels, teacher=teacher, noise=noise)
 
 
 class _Precomputed(torch.autograd.Function):
