@@ -1,14 +1,133 @@
-"""The decision to change the tensor-parallel size: PAT's figure 4, no oscillation, costs, and what it refuses."""
+"""RLHFSpec's rule, and the decision to change the tensor-parallel size (PAT): constraints, no oscillation, refusals."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from roofline_tables import of_hardware
 
 from megatron_rlspec.extensions.migration.plans import round_costs
+from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.round_costs import RoundCostError, RoundCosts
 from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner, deal
-from megatron_rlspec.types import OFF, Load, RunningSample, SpecConfig
+from megatron_rlspec.speculation.roofline import Roofline
+from megatron_rlspec.types import OFF, Load, RoundStats, RunningSample, SpecConfig
+
+CANDIDATES = (OFF, SpecConfig(1), SpecConfig(3))
+L40S = of_hardware(0.864, 362.0, parameters=8e9, host_ms=1.0)
+STEEP = Roofline(1.0, 0.3, 1e-4, 0.1, host_ms=0.1)  # batch matters from the third sample on; the threshold is about 8
+
+
+def planner(cost=STEEP) -> Rebalancer:
+    return Rebalancer(cost, CANDIDATES)
+
+
+def engine(name, contexts, free=100_000, version=3, waiting=0) -> Load:
+    running = tuple(RunningSample(f"{name}-{i:03d}", 16, context, 2.0) for i, context in enumerate(contexts))
+    return Load(name, running, waiting, free, version)
+
+
+held = st.tuples(st.integers(1, 60), st.integers(60, 560), st.floats(1, 5))
+
+
+@st.composite
+def fleets(draw):
+    loads = []
+    for i in range(draw(st.integers(2, 4))):
+        rows = draw(st.lists(held, max_size=30))
+        running = tuple(RunningSample(f"{i}-{j:02d}", *row) for j, row in enumerate(rows))
+        free = draw(st.sampled_from([0, 500, 5_000, 1_000_000]))
+        loads.append(Load(f"engine-{i}", running, draw(st.integers(0, 2)), free, draw(st.sampled_from([7, 7, 7, 8]))))
+    return loads
+
+
+def after(loads, moves) -> list[Load]:
+    """Return the loads as they are when all moves have succeeded."""
+    samples = {held.id: held for load in loads for held in load.running}
+    where = {held.id: load.engine for load in loads for held in load.running}
+    for move in moves:
+        where |= dict.fromkeys(move.ids, move.target)
+    result = []
+    for load in loads:
+        running = tuple(samples[id] for id, name in where.items() if name == load.engine)
+        grown = sum(held.context for held in running) - sum(held.context for held in load.running)
+        result.append(replace(load, running=running, free_tokens=load.free_tokens - grown))
+    return result
+
+
+@settings(max_examples=60)
+@given(fleets())
+def test_a_plan_keeps_the_constraints_of_equation_6(loads):
+    rule = planner()
+    threshold = rule.threshold(loads)
+    moves = rule.plan(loads)
+    by_name = {load.engine: load for load in loads}
+    now = {load.engine: load for load in after(loads, moves)}
+    for move in moves:
+        source, target = by_name[move.source], by_name[move.target]
+        assert move.ids and set(move.ids) <= {sample.id for sample in source.running}
+        assert source.version == target.version
+        assert len(source.running) > threshold and len(now[move.source].running) >= threshold
+        assert len(target.running) < threshold and len(now[move.target].running) + target.waiting <= threshold
+        assert now[move.target].free_tokens >= 0
+    engines = [name for move in moves for name in (move.source, move.target)]
+    assert len(engines) == len(set(engines)), "an engine takes part in one migration of a decision"
+
+
+@settings(max_examples=30)
+@given(fleets())
+def test_repeated_plans_end(loads):
+    rule = planner()
+    for _ in range(len(loads) + 1):
+        moves = rule.plan(loads)
+        loads = after(loads, moves)
+    assert not moves
+
+
+def test_the_paper_s_example_moves():
+    """24 samples and 1, RLHFSpec's figure 5: the almost empty engine gets some."""
+    loads = [engine("a", range(100, 124)), engine("b", [110])]
+    moves = planner().plan(loads)
+    assert [(move.source, move.target) for move in moves] == [("a", "b")]
+    assert len(after(loads, moves)[1].running) == planner().threshold(loads)
+    assert planner().plan([engine("a", [400]), engine("b", []), engine("c", [])]) == []
+
+
+def test_the_threshold_is_where_a_sample_adds_a_tenth():
+    rule = planner(L40S)
+    threshold = rule.threshold([engine("a", [200] * 4)])
+    batch = np.arange(1.0, threshold + 2)
+    cost = np.stack([L40S.grid([c], batch, batch * 200)[0] for c in CANDIDATES])
+    tokens = np.array([1.0, *(1 + np.cumsum(np.cumprod(rule.acceptance.rates))[[0, 2]])])
+    throughput = batch * (tokens[:, None] / cost).max(0)
+    gains = np.diff(throughput) / throughput[0]
+    assert gains[-1] < 0.1 <= gains[-2]
+
+
+def test_short_contexts_and_low_acceptance_move_first():
+    rule = planner(Roofline(1.0, 1.0, 0.0, 0.1))
+    rows = [(90, 1), (50, 3), (50, 2), (70, 1)]
+    full = Load("a", tuple(RunningSample(f"{i}", 8, c, a) for i, (c, a) in enumerate(rows)), 0, 9, 1)
+    empty = engine("b", [], version=1)
+    count = rule.threshold([full, empty])
+    moves = rule.plan([full, empty])
+    assert moves[0].ids == ("2", "1", "3")[: min(4 - count, count)]
+
+
+@pytest.mark.parametrize("change", [{"version": 4}, {"free": 50}, {"waiting": 30}])
+def test_other_versions_full_caches_and_queues_get_nothing(change):
+    full = engine("a", range(100, 124))
+    assert planner().plan([full, engine("b", [])])
+    assert not planner().plan([full, engine("b", [], **change)])
+
+
+def test_rounds_correct_the_acceptance():
+    drafting = planner()
+    drafting.observe([RoundStats(SpecConfig(3), b, 100 * b, 10, 0.0, (0, 0, 0, 10 * b)) for b in (1, 4, 16, 64)])
+    assert drafting.acceptance.rates[0] > 0.9
+
 
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
 # TP 4 is made up: it is the fastest for some tens of samples.
@@ -29,7 +148,7 @@ def measured(prefill=True, sizes=(2, 8), per_token=0.0) -> dict[int, RoundCosts]
     return found
 
 
-def planner(costs=PAT, **options) -> TPPlanner:
+def sizes_planner(costs=PAT, **options) -> TPPlanner:
     return TPPlanner(measured(**options), [OFF], [0.0], costs, 8)
 
 
@@ -48,7 +167,7 @@ def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
 
 
 def test_few_samples_get_a_larger_size_and_many_do_not():
-    plan = planner()
+    plan = sizes_planner()
     few = plan.decide(loads([4000], [], [], []), 2, 16384)
     assert few is not None and few.tp == 8 and few.groups == (("0-000",),)
     assert few.stay_ms == pytest.approx(12384 * 15.37, rel=0.02)
@@ -57,51 +176,51 @@ def test_few_samples_get_a_larger_size_and_many_do_not():
 
 
 def test_the_best_of_several_sizes_is_chosen():
-    plan = planner(sizes=(2, 4, 8))
+    plan = sizes_planner(sizes=(2, 4, 8))
     assert plan.decide(loads([4000], [], [], []), 2, 16384).tp == 8
     assert plan.decide(loads(*[[4000] * 10] * 4), 2, 16384).tp == 4
 
 
 def test_contexts_grow_until_the_end():
-    change = planner(per_token=1e-3).decide(loads([4000], [], [], []), 2, 16384)
+    change = sizes_planner(per_token=1e-3).decide(loads([4000], [], [], []), 2, 16384)
     assert change.stay_ms == pytest.approx(12384 * (15.37 + (4100 + 16484) / 2 * 1e-3), rel=0.02)
 
 
 def test_what_dealing_would_save_is_no_reason_to_change():
     gathered, dealt = loads([4000] * 8, [], [], []), loads(*[[4000] * 2] * 4)
-    one, other = (planner().decide(situation, 2, 16384).stay_ms for situation in (gathered, dealt))
+    one, other = (sizes_planner().decide(situation, 2, 16384).stay_ms for situation in (gathered, dealt))
     assert one == pytest.approx(other)
 
 
 def test_many_samples_at_a_large_size_go_back():
-    back = planner().decide(loads([200] * 128), 8, 16384)
+    back = sizes_planner().decide(loads([200] * 128), 8, 16384)
     assert back is not None and back.tp == 2
     assert sorted(len(group) for group in back.groups) == [32] * 4
 
 
 def test_nothing_changes_for_the_last_few_tokens_or_while_requests_wait():
-    assert planner().decide(loads([16000], [], [], []), 2, 16384) is None
-    assert planner().decide(loads([4000], [], [], [], waiting=1), 2, 16384) is None
+    assert sizes_planner().decide(loads([16000], [], [], []), 2, 16384) is None
+    assert sizes_planner().decide(loads([4000], [], [], [], waiting=1), 2, 16384) is None
 
 
 def test_the_cheaper_way_brings_the_samples_over():
     situation = loads([6000], [6000], [6000], [6000])
-    change = planner().decide(situation, 2, 30000)
+    change = sizes_planner().decide(situation, 2, 30000)
     assert change.how == "kv" and change.cost_ms == pytest.approx(3160 + 6100 * 131072 / 2 / 5.25e6)
     slow = SwitchCosts(3160, 131072, 0.01)
-    change = planner(slow).decide(situation, 2, 30000)
+    change = sizes_planner(slow).decide(situation, 2, 30000)
     assert change.how == "recompute" and change.cost_ms == pytest.approx(3160 + 4 * 6100 * 0.17, rel=0.01)
     unequal = [held for load in loads([1000], [7000]) for held in load.running]
-    ms, how = planner(SwitchCosts(0)).cost([unequal], [unequal, unequal[:1]], 8, 2)
+    ms, how = sizes_planner(SwitchCosts(0)).cost([unequal], [unequal, unequal[:1]], 8, 2)
     assert how == "recompute" and ms == pytest.approx(2 * ((1100**2 + 7100**2) / 2) ** 0.5 * 0.17, rel=0.01)
-    never = planner(SwitchCosts(0), prefill=False).decide(situation, 2, 30000)
+    never = sizes_planner(SwitchCosts(0), prefill=False).decide(situation, 2, 30000)
     assert never is None
 
 
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4), st.floats(0, 1e5))
 def test_a_change_is_not_followed_by_its_reverse(groups, weights_ms):
-    plan = planner(SwitchCosts(weights_ms, 131072, 5.25))
+    plan = sizes_planner(SwitchCosts(weights_ms, 131072, 5.25))
     situation = loads(*groups)
     change = plan.decide(situation, 2, 16384)
     if change is not None:
@@ -125,7 +244,7 @@ def test_samples_are_dealt_evenly(contexts, engines):
 
 def test_what_was_not_measured_is_refused():
     with pytest.raises(RoundCostError, match=r"tp=\[2\]: expected at least two sizes that divide 8 ranks"):
-        planner(sizes=(2,))
+        sizes_planner(sizes=(2,))
     with pytest.raises(RoundCostError, match="no round of k3 was measured at tp=2"):
         TPPlanner(measured(), [SpecConfig(3)], [0.5], PAT, 8)
 
