@@ -12,6 +12,7 @@ import zlib
 from datetime import timedelta
 
 import numpy as np
+import tiny_mimo
 import torch
 import torch.distributed as dist
 
@@ -54,24 +55,8 @@ def tiny(vocab=32, hidden=16, layers=2, heads=4, kv_heads=2, seed=0, sharpness=1
         eye = torch.eye(hidden, dtype=torch.float64)
         tensors[prefix + "input_proj.weight"] = torch.cat([0.05 * eye, eye], 1)
         tensors[prefix + "final_layernorm.weight"] = tensors["model.norm.weight"].clone()
-    config = {
-        "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": inter,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": tied,
-        "num_nextn_predict_layers": 1,
-        "max_position_embeddings": 2048,
-        "eos_token_id": 0,
-        "hidden_act": "silu",
-    }
+    config = tiny_mimo.config(hidden, layers, heads, kv_heads, inter, vocab) | {"tie_word_embeddings": tied}
+    config |= {"rope_theta": 10000.0, "max_position_embeddings": 2048, "eos_token_id": 0}
     return config, tensors
 
 
