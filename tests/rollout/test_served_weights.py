@@ -117,7 +117,7 @@ def test_a_tensor_parallel_engine_is_pushed_to_and_proven(tmp_path):
 MISTRAL = tiny_mimo.config(hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, vocab=160)
 MISTRAL |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "attention_bias": False}
 MISTRAL["num_nextn_predict_layers"] = 0
-REASON = "SGLang's MistralForCausalLM stores mistral in a form that is not known here"
+REASON = "SGLang's MistralForCausalLM stores weights in a form that is not known here"
 
 
 def mistral(seed: int = 0) -> dict:
