@@ -265,7 +265,7 @@ def check(options: argparse.Namespace, model: str, prompts: str, world: World, b
     """Print the drafts of a request and round that the engine and the simulation verify and accept."""
     engine, asked = opened(options, model, prompts, batch)
     for steps in (2, 4, 6):
-        rule = {"candidates": [SpecConfig(steps).numbers], "roofline": CHECKED.to_json(), "ragged": True}
+        rule = {"candidates": [steps], "roofline": CHECKED.to_json(), "ragged": True}
         engine.set_spec_rule(rule)
         draw(engine, asked[:batch], sampling_of(options), "first")  # from which the rule learns
         engine.stats()

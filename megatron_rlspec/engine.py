@@ -48,8 +48,7 @@ class RequestError(EngineError):
 class EngineDescription(TypedDict):
     """An engine's description of itself.
 
-    configs           the speculative configurations that it can switch between, each (num_steps, topk,
-                      num_draft_tokens)
+    configs           the numbers of drafts that it can switch between, and "off" (`SpecConfig.to_json`)
     draft_vocabulary  how many words drafts are chosen from; 0: all
     sharpness         of coupled drafts (docs/losslessness.md)
     eagle3            of an EAGLE-3 drafter: `taps`, the layers of the target whose inputs it reads, and `words`, the
@@ -68,7 +67,7 @@ class EngineDescription(TypedDict):
 
     verifier: Verifier
     drafts: Drafts
-    configs: list[list[int]]
+    configs: list[int | str]
     speculative: bool
     tensor_parallel: int
     max_total_tokens: int

@@ -28,65 +28,43 @@ SHARPNESS = (2.0, 1.5, 1.0)
 
 @dataclass(frozen=True, order=True)
 class SpecConfig:
-    """One speculative configuration, in SGLang's terms.
-
-    num_steps         drafter passes per round
-    topk              branches per pass; 1 is a chain, more is a tree, 0 is OFF
-    num_draft_tokens  nodes that the target verifies, the last accepted token included; num_steps + 1 for a chain
+    """How many tokens a round drafts of each request.
 
     `SpecConfig(0)` is SGLang's step 0: it drafts nothing, but the drafter still extends its KV cache. `OFF` does not
     run the drafter at all.
     """
 
     num_steps: int
-    topk: int = 1
-    num_draft_tokens: int = -1
+    drafter: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_draft_tokens < 0:
-            object.__setattr__(
-                self, "num_draft_tokens", self.num_steps + 1 if self.topk == 1 else self.max_nodes
-            )
-        if self.num_steps < 0 or self.topk < 0:
+        if type(self.num_steps) is not int or self.num_steps < 0:
             raise ValueError(
-                f"num_steps={self.num_steps} and topk={self.topk} must not be negative"
-            )
-        if self.topk == 1 and self.num_draft_tokens != self.num_steps + 1:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens}, but a chain of num_steps={self.num_steps} "
-                f"verifies {self.num_steps + 1}"
-            )
-        if self.topk > 1 and self.num_draft_tokens > self.max_nodes:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens}, but num_steps={self.num_steps} and topk={self.topk} "
-                f"yield at most {self.max_nodes} nodes"
+                f'{self.num_steps!r} drafts a round; expected a number from 0, or "off"'
             )
 
-    @property
-    def max_nodes(self) -> int:
-        """Count the nodes of SGLang's full draft tree: the root, topk children, then topk² per further step."""
-        if self.num_steps == 0:
-            return 1
-        return 1 + self.topk + (self.num_steps - 1) * self.topk**2
+    @classmethod
+    def of(cls, num_steps: int) -> SpecConfig:
+        """Return the configuration of so many drafts, `OFF` for 0."""
+        return cls(num_steps, drafter=num_steps > 0)
 
     @property
     def off(self) -> bool:
-        return self.topk == 0
+        return not self.drafter
 
-    @property
-    def numbers(self) -> tuple[int, int, int]:
-        """Return the three fields, as JSON has them."""
-        return self.num_steps, self.topk, self.num_draft_tokens
+    def to_json(self) -> int | str:
+        return "off" if self.off else self.num_steps
+
+    @classmethod
+    def from_json(cls, value: Any) -> SpecConfig:
+        """Return the configuration that `to_json` gave. Raises ValueError."""
+        return OFF if value == "off" else cls(value)
 
     def __str__(self) -> str:
-        if self.off:
-            return "off"
-        if self.topk == 1:
-            return f"k{self.num_steps}"
-        return f"k{self.num_steps}t{self.topk}n{self.num_draft_tokens}"
+        return "off" if self.off else f"k{self.num_steps}"
 
 
-OFF = SpecConfig(num_steps=0, topk=0, num_draft_tokens=0)
+OFF = SpecConfig.of(0)
 
 
 @dataclass(frozen=True)

@@ -20,4 +20,4 @@ def certain(cost: Roofline, candidates: Sequence[SpecConfig]) -> dict[str, Any]:
     for octave in range(12):
         times.octaves[octave] = np.zeros(size), 1e-12 * np.eye(size)
     learnt = {"times": times.to_json(), "trials": {"allowance": FREE, "interval": WAIT, "wait": WAIT}}
-    return {"candidates": [list(c.numbers) for c in candidates], "roofline": cost.to_json(), "learnt": learnt}
+    return {"candidates": [c.to_json() for c in candidates], "roofline": cost.to_json(), "learnt": learnt}

@@ -164,7 +164,7 @@ def test_the_closing_tables_are_printed(start, tmp_path, monkeypatch, capsys):
     options |= {"rollout.max_new_tokens": "24", "rollout.engine": "embedded", "spec.candidate_steps": "0,3,5"}
     config = load(None, options)
     (tmp_path / "rl/config.json").write_text(config.model_dump_json())
-    rule = {"candidates": [[0, 0, 0], [3, 1, 4]], "roofline": Roofline.of_layers(4).to_json()}
+    rule = {"candidates": ["off", 3], "roofline": Roofline.of_layers(4).to_json()}
     (tmp_path / "rl/spec_rule.json").write_text(json.dumps(rule))
     (tmp_path / "rl/metrics.jsonl").write_text(json.dumps({"step": 0, **STEP}) + "\n")
     events = [{"kind": "evaluation", "name": name, "reward": 0.5, "prompts": 8} for name in ("first", "last")]

@@ -65,6 +65,4 @@ class SpecSection(Section):
 
     def config(self) -> SpecConfig:
         """Return the configuration that mode=fixed runs and other modes start with."""
-        if self.mode != "fixed" or self.num_steps == 0:
-            return OFF
-        return SpecConfig(self.num_steps)
+        return SpecConfig.of(self.num_steps) if self.mode == "fixed" else OFF

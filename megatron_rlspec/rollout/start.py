@@ -34,7 +34,7 @@ from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.tasks.data import load_tokenizer
 from megatron_rlspec.tasks.order import DataError
-from megatron_rlspec.types import OFF, SpecConfig, Verifier
+from megatron_rlspec.types import SpecConfig, Verifier
 
 # share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
 UNPLACED = 0.7
@@ -221,7 +221,7 @@ def check_served_speculation(
             f"{section}verifier={verifier}, but the engine at {url} was started with --verifier "
             f"{described['verifier']}"
         )
-    steps = {num_steps for num_steps, *_ in described["configs"]}
+    steps = {SpecConfig.from_json(value).num_steps for value in described["configs"]}
     if candidate_steps is not None and not steps <= set(candidate_steps):
         wanted = ",".join(map(str, sorted(candidate_steps)))
         chosen = ",".join(map(str, sorted(steps)))
@@ -332,7 +332,6 @@ def embedded_of(kind: Callable[..., Engine], config: Config) -> Engine:
     Raises ConfigError for a model that the engine does not run.
     """
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    spec = config.spec.config()
     try:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     except DataError:
@@ -345,12 +344,12 @@ def embedded_of(kind: Callable[..., Engine], config: Config) -> Engine:
             device="cuda" if torch.cuda.is_available() else "cpu",
             verifier=config.spec.verifier,
             drafts=config.spec.drafts,
-            config=spec,
-            candidates=[SpecConfig(k) if k else OFF for k in config.spec.candidate_steps],
+            config=config.spec.config(),
+            candidates=[SpecConfig.of(k) for k in config.spec.candidate_steps],
             max_running_requests=config.rollout.max_running_requests,
             max_total_tokens=config.rollout.max_total_tokens or 65536,
             max_length=config.model.max_length,
-            max_draft_tokens=max(64, spec.num_steps + 1),
+            max_draft_tokens=max(64, 1 + max(config.spec.steps)),
             draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
             tokenizer=lambda: tokenizer,
             ends=ends_of_text(config.model.path, tokenizer),

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import SpecConfig
 
 MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
 DECAY = 0.95  # the rate of a depth, as a share of the depth above it
@@ -118,10 +118,6 @@ def gib(graphs: Mapping[int, int]) -> float:
     return TARGET_GIB * target + DRAFTER_GIB * drafter
 
 
-def chains(steps: Sequence[int], real_off: bool = True) -> tuple[SpecConfig, ...]:
-    """Make candidates of these step counts. 0 is `OFF`; with `real_off=False` it is SGLang's step 0."""
-    configs = []
-    for k in sorted(set(steps)):
-        off = k == 0 and real_off
-        configs.append(OFF if off else SpecConfig(k))
-    return tuple(configs)
+def chains(steps: Sequence[int]) -> tuple[SpecConfig, ...]:
+    """Make candidates of these step counts. 0 is `OFF`."""
+    return tuple(SpecConfig.of(k) for k in sorted(set(steps)))

@@ -80,7 +80,7 @@ class Learning:
         self.cost = cost
         self.ragged = ragged
         self.gain = 0.0  # that ragged rounds promise in the next rollout, over the best even ones
-        self._candidates = [SpecConfig(k) if k else OFF for k in candidate_steps]
+        self._candidates = [SpecConfig.of(k) for k in candidate_steps]
         # (requests, tokens of context, ms) of the rounds of the last rollout
         self._places: list[tuple[int, int, float]] = []
         self.adaptive = adaptive
@@ -129,7 +129,7 @@ class Learning:
         if self.learnt is None:
             return None
         state = self.learnt["times"]
-        candidates = [SpecConfig(*triple) for triple in state["candidates"]]
+        candidates = [SpecConfig.from_json(value) for value in state["candidates"]]
         times = RoundTimes(self.cost, candidates)
         return times if times.restore(state) else None
 

@@ -44,13 +44,14 @@ class Work(NamedTuple):
 
         drafts  [n] that a request verifies on average; None: all
         """
-        nodes = np.array([config.num_draft_tokens or 1 for config in configs])
+        steps = np.array([config.num_steps for config in configs])
+        drafter = np.array([float(config.drafter) for config in configs])
         return cls(
-            batch * (nodes if drafts is None else 1 + drafts),
+            batch * (1 + (steps if drafts is None else drafts)),
             context,
-            np.array([0.0 if config.off else 1.0 for config in configs]),
-            np.array([max(config.num_steps - 1, 0) for config in configs]),
-            batch * np.array([config.topk for config in configs]),
+            drafter,
+            np.maximum(steps - 1, 0),
+            batch * drafter,
         )
 
 

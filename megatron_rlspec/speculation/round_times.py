@@ -18,7 +18,6 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -232,7 +231,7 @@ class RoundTimes:
             octaves[str(octave)] = [mean.tolist(), covariance.tolist()]
         return {
             "cost": self._cost_id,
-            "candidates": [list(astuple(config)) for config in self.candidates],
+            "candidates": [config.to_json() for config in self.candidates],
             "timings": self.timings,
             "comparisons": self.comparisons,
             "noise": self.noise,
@@ -241,8 +240,8 @@ class RoundTimes:
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Set what `to_json` returned. Returns False, and sets nothing, for another cost or other candidates."""
-        candidates = [SpecConfig(*triple) for triple in state["candidates"]]
-        if state["cost"] != self._cost_id or tuple(candidates) != self.candidates:
+        candidates = tuple(map(SpecConfig.from_json, state["candidates"]))
+        if state["cost"] != self._cost_id or candidates != self.candidates:
             return False
         self._forget()
         self.octaves = {}

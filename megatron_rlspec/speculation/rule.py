@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -356,7 +356,7 @@ class SpecRule:
     def to_json(self) -> dict[str, Any]:
         """Return settings and learnt state, for `from_json`."""
         return {
-            "candidates": [list(astuple(config)) for config in self.candidates],
+            "candidates": [config.to_json() for config in self.candidates],
             "roofline": self.cost.to_json(),
             "acceptance": self.acceptance.to_json(),
             "forecast": self.trials.forecast,
@@ -368,7 +368,7 @@ class SpecRule:
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
         """Make a rule from JSON. Raises ValueError.
 
-        Required: `candidates`, a list of [num_steps, topk, num_draft_tokens], and `roofline`. Optional:
+        Required: `candidates`, a list of numbers of drafts and "off", and `roofline`. Optional:
         `acceptance`, `forecast`, `ragged`, `chances` (drafts by log q that the trainer predicts), and
         `learnt` (as `report` returns it), which counts if it is of the same cost and candidates.
         """
@@ -383,7 +383,7 @@ class SpecRule:
                 raise ValueError(f"speculation rule: no field {name!r}")
         acceptance = data.get("acceptance")
         rule = cls(
-            [SpecConfig(*triple) for triple in data["candidates"]],
+            [SpecConfig.from_json(value) for value in data["candidates"]],
             Roofline.from_json(data["roofline"]),
             acceptance=None if acceptance is None else Acceptance.from_json(acceptance),
             forecast=data.get("forecast"),
@@ -421,6 +421,4 @@ def _check_candidates(candidates: Sequence[SpecConfig]) -> int:
     """Return the most draft steps of a candidate. Raises ValueError."""
     if not candidates:
         raise ValueError("candidates must not be empty")
-    if any(config.topk > 1 for config in candidates):
-        raise ValueError(f"candidates {[str(c) for c in candidates]}: a rule chooses among chains")
     return max(config.num_steps for config in candidates)

@@ -62,7 +62,7 @@ def log_rollout(rollout_id, args, samples, extra, seconds):
     engines = [worker["url"] for worker in requests.get(f"{router}/workers", timeout=30).json()["workers"]]
     told = [{name: ask(url, f"rlspec/control/{name}") for name in ("describe", "fingerprints")} for url in engines]
     for url in engines:  # until the next rollout, before which our hook sets its rule again
-        ask(url, "rlspec/control/set_config", config=SpecConfig(3).numbers)
+        ask(url, "rlspec/control/set_config", config=3)
     keyed = Options.from_args(args).verifier == "position_keyed"
     again = drawn_again(args, engines, samples) if keyed else []
     answers = [greedy(router, s.tokens[: len(s.tokens) - s.response_length]) for s in samples[::8]]
@@ -101,7 +101,7 @@ def drawn_again(args, engines, samples):
         own = sampling_seed(args.rollout_seed, sample.index)
         drawn = []
         for config, number in ((OFF, own), (SpecConfig(3), own), (SpecConfig(3), own + 1)):
-            ask(url, "rlspec/control/set_config", config=config.numbers)
+            ask(url, "rlspec/control/set_config", config=config.to_json())
             sampling = {"temperature": 1.0, "max_new_tokens": args.rollout_max_response_len, "sampling_seed": number}
             drawn.append(ask(url, "generate", input_ids=prompt, sampling_params=sampling))
         texts = [answer["output_ids"] for answer in drawn]

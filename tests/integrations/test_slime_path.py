@@ -175,7 +175,7 @@ def test_our_rule_decides_in_slimes_engine(run, options):
     _, rollouts, _ = run(*options)
     for engine in (engine for row in rollouts for engine in row["engines"]):
         assert engine["describe"]["controller"] == "ScheduleController"
-        assert [0, 0, 0] in engine["describe"]["configs"]
+        assert "off" in engine["describe"]["configs"]
 
 
 @both

@@ -80,5 +80,5 @@ def test_a_resumed_run_may_have_other_candidate_steps(before):
     former, resumed = (Learning([0, deepest], cost) for deepest in (before, 3))
     former.observe([RoundStats(SpecConfig(before), 8, 800, 400, 900.0, (0,) * before + (400,))], [])
     resumed.restore(json.loads(json.dumps(former.state())))
-    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **resumed.rule()})
+    rule = SpecRule.from_json({"candidates": ["off", 3], **resumed.rule()})
     assert (rule.acceptance.rates[0] > 0.9) == (before >= 3)

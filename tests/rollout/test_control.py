@@ -58,10 +58,10 @@ def test_ranks_learn_the_durations_of_the_first(monkeypatch):
 
 def test_a_rule_set_during_a_hold_is_stored(decider):
     control._hold(None, "push")
-    control._set_config(None, [1, 1, 2])
+    control._set_config(None, 1)
     assert chosen(decider) == OFF
     control._set_spec_rule(None, {"roofline": Roofline.of_layers(12).to_json()})
-    control._set_config(None, [1, 1, 2])
+    control._set_config(None, 1)
     assert chosen(decider) == OFF and decider.held == "push"
     control._release(None)
     assert chosen(decider) == SpecConfig(1)
@@ -76,7 +76,7 @@ def test_what_was_learnt_of_rounds_survives_a_new_rule_and_a_hold(decider):
     learnt = decider.rule.report()["learnt"]
     assert sum(learnt["times"]["timings"]) > 0
     control._set_spec_rule(None, rule)
-    control._set_config(None, [1, 1, 2])  # a canary
+    control._set_config(None, 1)  # a canary
     control._set_spec_rule(None, rule)
     control._hold(None, "push")
     control._release(None)

@@ -92,7 +92,7 @@ def test_drafts_are_those_of_the_embedded_engine_before_and_after_pushes(
             theirs.set_draft_vocabulary(np.zeros(60, np.int64))
         compare("refused")
         cost = Roofline(1.0, token_ms=1.0, context_ms=0.0, drafter=0.02)
-        rule = {"candidates": [[3, 1, 4]], "roofline": cost.to_json(), "ragged": True}
+        rule = {"candidates": [3], "roofline": cost.to_json(), "ragged": True}
         theirs.set_spec_rule(rule)
         for name in ("ragged", "learnt"):  # the ranks choose the same drafts, otherwise their passes would not fit
             theirs.stats()

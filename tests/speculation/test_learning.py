@@ -76,7 +76,7 @@ def test_a_checkpoint_that_drafted_fewer_steps_is_refused_in_one_line():
     former, later = learning(1), learning(3)
     former.observe([rounds(1, 200, 200)], [])
     assert "1 drafts, expected 3" in later.restore(former.state())
-    SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **later.rule()})
+    SpecRule.from_json({"candidates": ["off", 3], **later.rule()})
 
 
 def timed_engine(plain=10.0, drafting=14.0):
@@ -98,7 +98,7 @@ def test_what_engines_learnt_of_rounds_is_kept_for_those_that_start_later():
     assert made.rule()["learnt"] == reports[1]["learnt"]
     resumed = learning()
     resumed.restore(json.loads(json.dumps(made.state())))
-    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], **resumed.rule()})
+    rule = SpecRule.from_json({"candidates": ["off", 1, 3], **resumed.rule()})
     ms = rule.times.ms(8, 800)
     assert ms[2] / ms[0] == pytest.approx(1.4, rel=0.02)
 
@@ -229,7 +229,7 @@ def test_chances_of_drafts_begin_with_the_trainers_rows():
     """They travel with the push, count where rounds have shown nothing, and give way to what rounds show."""
     made = learning(ragged=True)
     made.expect(chains(1.0, 0.1, starts=10_000.0))
-    data = {"candidates": [[3, 1, 4]], **json.loads(json.dumps(made.rule()))}
+    data = {"candidates": [3], **json.loads(json.dumps(made.rule()))}
     selection = SpecRule.from_json(data).selection
     unsure = selection._centres[BINS - 8]
     assert selection.table[cells_of(np.array([-1e-5, unsure]))] == pytest.approx([1.0, 0.1], abs=0.02)
@@ -248,7 +248,7 @@ def test_chances_of_drafts_begin_with_the_trainers_rows():
 def test_what_the_choice_saved_is_estimated_from_the_rounds():
     """Rounds that verified just the drafts that were right, against the best number for all."""
     made = learning(ragged=True)
-    rule = SpecRule.from_json({"candidates": [[0, 0, 0], [3, 1, 4]], **made.rule()})
+    rule = SpecRule.from_json({"candidates": ["off", 3], **made.rule()})
     made.learnt = json.loads(json.dumps(rule.report()["learnt"]))
     chose = RoundStats(SpecConfig(3), 64, 6_400, 40, 1000.0, (1280, 0, 0, 1280), 3840, (1280.0, 0.0, 0.0, 1280.0))
     values = made.observe([chose], [])

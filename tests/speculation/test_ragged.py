@@ -91,7 +91,7 @@ def test_what_was_learnt_of_drafts_outlives_an_engine():
     cost = Roofline(1.0, 1 / 64, 0.0, 0.02)
     rule = SpecRule([SpecConfig(4)], cost, ragged=True)
     rule.selection.counts = learnt()[0].counts
-    data = {"candidates": [[4, 1, 5]], "roofline": cost.to_json(), "ragged": True, "learnt": rule.report()["learnt"]}
+    data = {"candidates": [4], "roofline": cost.to_json(), "ragged": True, "learnt": rule.report()["learnt"]}
     later = SpecRule.from_json(data).selection
     assert later.table[cells_of(np.array([SURE, UNSURE]))] == pytest.approx([0.99, 0.3], abs=0.03)
     assert later.plan(4, steep).verified == 4

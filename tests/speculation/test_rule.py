@@ -205,7 +205,7 @@ def test_a_rule_goes_through_json():
     ("data", "expected"),
     [
         ({"colour": 1}, "unknown field 'colour'"),
-        ({"candidates": [[1, 1, 2], [2, 2, 4]]}, "among chains"),
+        ({"candidates": [1, [2, 1, 3]]}, r"\[2, 1, 3\] drafts a round; expected a number from 0"),
     ],
 )
 def test_bad_data_gets_one_line(data, expected):
@@ -214,4 +214,4 @@ def test_bad_data_gets_one_line(data, expected):
     with pytest.raises(ValueError, match=expected):
         SpecRule.from_json(good | data)
     with pytest.raises(ValueError, match="no field 'roofline'"):
-        SpecRule.from_json({"candidates": [[1, 1, 2]]})
+        SpecRule.from_json({"candidates": [1]})

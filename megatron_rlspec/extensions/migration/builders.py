@@ -30,7 +30,7 @@ from megatron_rlspec.rollout.start import (
 )
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.roofline import Roofline
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import SpecConfig
 
 
 def engines() -> dict[str, Kind]:
@@ -78,7 +78,7 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> Rebalancer | Non
 def _candidates(config: Config) -> list[SpecConfig]:
     """Return the configurations that the run's engines choose from."""
     if config.spec.mode == "adaptive":
-        return [SpecConfig(k) if k else OFF for k in config.spec.candidate_steps]
+        return [SpecConfig.of(k) for k in config.spec.candidate_steps]
     return [config.spec.config()]
 
 

@@ -143,7 +143,9 @@ def make_speculation(
     drafter = options.drafter.path
     if drafter:
         check_served_drafter(engines, args.hf_checkpoint, drafter)
-    configs = {SpecConfig(*config) for engine in engines.values() for config in engine["configs"]}
+    configs = {
+        SpecConfig.from_json(value) for engine in engines.values() for value in engine["configs"]
+    }
     if not configs:
         if len(options.candidate_steps) > 1:
             logger.warning(

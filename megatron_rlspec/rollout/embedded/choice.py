@@ -46,7 +46,7 @@ class ConfigChoice:
 
         It takes over the probe budget of the rule before it, and the time of its next probe.
         """
-        own = [list(config.numbers) for config in self.candidates]
+        own = [config.to_json() for config in self.candidates]
         given = {"candidates": own, **data}
         given.pop("sharpness", None)  # of the drafts, and not a part of the choice
         rule = SpecRule.from_json(given)

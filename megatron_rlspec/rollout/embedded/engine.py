@@ -289,7 +289,7 @@ class EmbeddedEngine:
             "verifier": self.rounds.verifier,
             "drafts": "coupled" if self.rounds.coupled else "argmax",
             "sharpness": self.rounds.sharpness,
-            "configs": [list(c.numbers) for c in self.choice.candidates],
+            "configs": [config.to_json() for config in self.choice.candidates],
             "speculative": bool(self.arch.draft_layers),
             "tensor_parallel": self.model.comm.size,
             "max_total_tokens": self.cache.total,

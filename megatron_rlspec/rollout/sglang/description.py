@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rlspec.types import SpecConfig
+
 
 def in_force(described: Mapping[str, Any]) -> str:
     """Return the line for the answer of the command `describe`."""
     drafts = "no drafts"
     if described["rule"]:
-        counts = {num_steps for num_steps, *_ in described["configs"]}
+        counts = {SpecConfig.from_json(value).num_steps for value in described["configs"]}
         steps = ",".join(map(str, sorted(counts)))
         drafts = f"{described['drafts']} drafts, {steps} a round by {described['rule']}"
     elif described["speculative"]:

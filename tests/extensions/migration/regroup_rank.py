@@ -135,7 +135,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
         return {"changes": [(c["from"], c["to"]) for c in member.changes], "held": script.held}
     fleet = Fleet(member, every=3)
     if speculation == "rule":
-        rule = {"candidates": [[0, 0, 0], [1, 1, 2], [3, 1, 4]], "roofline": Roofline.of_layers(2).to_json()}
+        rule = {"candidates": ["off", 1, 3], "roofline": Roofline.of_layers(2).to_json()}
         fleet.set_spec_rule(rule)
     found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": [], "changes": [], "ways": set()}
     for number in range(len(scripts)):

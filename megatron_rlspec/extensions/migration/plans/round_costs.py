@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rlspec import files
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import SpecConfig
 
 # columns, and the least number in each
 ROUND = {"tp": 1, "requests": 1, "context tokens": 1, "drafts": 0, "ms": 1e-9}
@@ -46,7 +46,7 @@ class RoundCosts:
 
     def configs(self) -> tuple[SpecConfig, ...]:
         """Return the configurations measured, OFF first."""
-        return tuple(SpecConfig(k) if k else OFF for k in sorted(self._ms))
+        return tuple(SpecConfig.of(k) for k in sorted(self._ms))
 
     def grid(
         self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray

@@ -155,7 +155,7 @@ class SGLangEngine(Connection):
         return self.post(path, **arguments)
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
-        asked = {"config": config.numbers, "sharpness": sharpness}
+        asked = {"config": config.to_json(), "sharpness": sharpness}
         self.post("control/set_config", json=asked)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ from megatron_rlspec.rollout.sglang.settings import (
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import SpecConfig
 
 # Set by torchrun and cluster launchers; SGLang would use them for its own process group.
 _DISTRIBUTED = {
@@ -394,7 +394,7 @@ def _slots(options: argparse.Namespace, steps: Sequence[int]) -> dict[str, Any]:
     if options.ragged:  # many drafts can pay at any batch if few of them are verified
         most = dict.fromkeys(most, most_batch)
     if options.spec == "fixed":
-        fixed = SpecConfig(options.num_steps) if options.num_steps else OFF
+        fixed = SpecConfig.of(options.num_steps)
         most[fixed] = most_batch
     slots = {}
     for batch, slot in graphs.slots(most, most_batch).items():

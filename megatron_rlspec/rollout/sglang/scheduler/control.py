@@ -137,7 +137,7 @@ def _describe(scheduler: Any) -> dict[str, Any]:
         "drafts": "coupled" if coupled.active(settings) else "argmax",
         "sharpness": decisions.decider.sharpness,
         "controller": type(adaptive).__name__ if adaptive is not None else "",
-        "configs": [list(c.numbers) for c in decisions.decider.candidates],
+        "configs": [config.to_json() for config in decisions.decider.candidates],
         "speculative": worker is not None,
         "tensor_parallel": scheduler.server_args.tp_size,
         "max_total_tokens": scheduler.max_total_num_tokens,
@@ -174,8 +174,8 @@ def _stamp(scheduler: Any, version: str) -> None:
     versions.installed().stamp(scheduler, version)
 
 
-def _set_config(scheduler: Any, config: list[int], sharpness: float | None = None) -> None:
-    decisions.decider.set_config(SpecConfig(*config), sharpness)
+def _set_config(scheduler: Any, config: int | str, sharpness: float | None = None) -> None:
+    decisions.decider.set_config(SpecConfig.from_json(config), sharpness)
 
 
 def _set_spec_rule(scheduler: Any, spec_rule: dict[str, Any]) -> None:

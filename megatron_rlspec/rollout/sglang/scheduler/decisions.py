@@ -150,7 +150,7 @@ class Decider:
         # `OFF` emits the same tokens as step 0 for less.
         candidates = [c for c in self.candidates if c != SpecConfig(0)] or self.candidates
         data["ragged"] = not self.even and data.get("ragged", True)
-        offered = [list(c.numbers) for c in candidates]
+        offered = [config.to_json() for config in candidates]
         rule = SpecRule.from_json({"candidates": offered, **data})
         self._check(rule.candidates)
         if self.rule is not None:
