@@ -11,7 +11,7 @@ def test_what_is_installed_fits_and_another_version_differs(monkeypatch):
     monkeypatch.setattr(doctor, "version", lambda name: "0.5.20")
     (sglang,) = doctor.examine(["sglang"])
     assert sglang.state == "differs"
-    assert sglang.text.startswith("0.5.20 is installed; install sglang 0.5.15.post1 or 0.5.23")
+    assert sglang.text.startswith("0.5.20 is installed; install sglang 0.5.15.post1 to 0.5.19 or 0.5.23")
 
 
 @pytest.mark.parametrize(("state", "says"), [("missing", "not installed"), ("differs", "does not fit the installed")])

@@ -1,4 +1,4 @@
-"""Adapters to the SGLang versions that are supported: 0.5.23, and 0.5.15.post1, which slime pins.
+"""Adapters to the SGLang versions that are supported: 0.5.23, 0.5.15.post1, which slime pins, and 0.5.16 to 0.5.19.
 
 Everything in which they differ stands here. A version later than 0.5.23 is treated like it, with a warning. The
 tests compare every call of this package, and the names that it replaces or reads, with each version.
@@ -198,6 +198,7 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     ragged = False
     opens_handles = False
+    cache_locs = "sglang.srt.speculative.triton_ops.cache_locs"
     spec_logprobs = "sglang.srt.speculative.eagle_worker_v2.compute_spec_v2_logprobs"
 
     def weight_version(self, manager: Any = None) -> str:
@@ -250,8 +251,7 @@ class Sglang0515(Sglang0523):
         """Select the Triton form of two kernels that also exist in CUDA, and skip the drafter's waits for a GPU."""
         import torch
 
-        for name in ("eagle_utils", "triton_ops.cache_locs"):
-            name = f"sglang.srt.speculative.{name}"
+        for name in ("sglang.srt.speculative.eagle_utils", self.cache_locs):
             vars(importlib.import_module(name))["_is_xpu"] = True
         torch.cuda.synchronize = lambda device=None: None
         torch.Tensor.record_stream = lambda tensor, stream: None
@@ -266,6 +266,20 @@ class Sglang0515(Sglang0523):
         yield f"{MANAGER}.update_weights_from_distributed", drafter_push.load_twice, "AROUND"
         yield "sglang.srt.managers.scheduler.Scheduler.flush_cache", _flush_while_paused, "AROUND"
         yield "sglang.srt.layers.sampler.multinomial_with_seed", _draw_finite, "REPLACE"
+
+
+class Sglang0516(Sglang0515):
+    """Adapts to 0.5.16 and 0.5.17."""
+
+    cache_locs = "sglang.kernels.ops.speculative.cache_locs"
+    spec_logprobs = "sglang.srt.speculative.eagle_worker_common.compute_spec_v2_logprobs"
+    forward = Sglang0523.forward
+
+
+class Sglang0518(Sglang0516):
+    """Adapts to 0.5.18 and 0.5.19."""
+
+    spec_logprobs = Sglang0523.spec_logprobs
 
 
 # Targets that were shown to hand hidden states of their layers to an EAGLE-3 drafter. MiMo's class hands out none.
@@ -307,6 +321,10 @@ def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs
 
 KNOWN: dict[str, type[Sglang0523]] = {
     "0.5.15.post1": Sglang0515,
+    "0.5.16": Sglang0516,
+    "0.5.17": Sglang0516,
+    "0.5.18": Sglang0518,
+    "0.5.19": Sglang0518,
     "0.5.23": Sglang0523,
 }
 
@@ -333,4 +351,6 @@ def adapter(found: str) -> Sglang0523:
     for tested, known in KNOWN.items():
         if Version(tested).release == release:
             return known()
-    raise ImportError(f"this SGLang is {found}; expected 0.5.15.post1, or 0.5.23 or later")
+    raise ImportError(
+        f"this SGLang is {found}; expected 0.5.15.post1 to 0.5.19, or 0.5.23 or later"
+    )
