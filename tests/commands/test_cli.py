@@ -1,4 +1,4 @@
-"""`rlspec` itself: help texts, and what ends a command: one line and a code. A user's mistakes: `tests/malformed/`."""
+"""`rlspec` itself: help texts, the doctor, and what ends a command. A user's mistakes: `tests/malformed/`."""
 
 import logging
 import os
@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rlspec import cli
 from megatron_rlspec.arguments import Parser
-from megatron_rlspec.config import Config
+from megatron_rlspec.commands import doctor
+from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.records import recorder
 
 SCREENS = [["--help"], ["--help-all"], *([name, "--help"] for name in cli.COMMANDS)]
@@ -144,3 +145,24 @@ def test_what_the_machine_cannot_do_is_one_line(act, expects, capsys):
     assert cli.run(act) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and all(part in err for part in expects), err
+
+
+def test_what_is_installed_fits_and_another_version_differs(monkeypatch):
+    assert [f.state for f in doctor.examine(["megatron-core", "sglang"])] == ["fits", "fits"]
+    monkeypatch.setattr(doctor, "version", lambda name: "0.5.20")
+    (sglang,) = doctor.examine(["sglang"])
+    assert sglang.state == "differs"
+    assert sglang.text.startswith("0.5.20 is installed; install sglang 0.5.15.post1 to 0.5.19 or 0.5.23")
+
+
+@pytest.mark.parametrize(("state", "says"), [("missing", "not installed"), ("differs", "does not fit the installed")])
+def test_a_run_is_refused_because_of_what_it_needs_only(state, says, monkeypatch):
+    monkeypatch.setattr(
+        doctor,
+        "examine",
+        lambda names: [doctor.ProjectLine(n, state if n == "sglang" else "fits", "x is gone") for n in names],
+    )
+    with pytest.raises(ConfigError, match=says) as refused:
+        doctor.refuse_if_affected(starts_sglang=True)
+    assert 'rollout.engine="sglang"' in str(refused.value)
+    doctor.refuse_if_affected(starts_sglang=False)
