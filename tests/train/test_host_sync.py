@@ -26,7 +26,7 @@ A_STEP = {
     "megatron/core/utils.py:local_multi_tensor_l2_norm: waiting copy to the GPU": 2,
 }
 # The zeros that autograd makes for an output without gradient come from C++, which does not say on which device.
-MISPLACED = {"megatron_rlspec/losses/logprobs.py:_LogProbs.backward: mul_"}
+MISPLACED = {"megatron_rlspec/losses/choice.py:policy_gradient: mul_"}
 
 
 def waits(kind: str) -> list[tuple[Counter[str], Counter[str]]]:
