@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+import tiny_mimo
 import yaml
 from weight_oracles import mimo_checkpoint
 
@@ -13,7 +14,6 @@ from megatron_rlspec.integrations.slime import launch
 from megatron_rlspec.integrations.slime.flags import read_flags
 from megatron_rlspec.integrations.slime.plan import FUNCTIONS, ONE_DEPTH, plan
 from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.types import SpecConfig
 
 DRAFTER = DrafterConfig()
 EAGLE3 = {"kind": "eagle3", "path": "/a"}
@@ -222,14 +222,14 @@ def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
     assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
 
 
-def test_engines_keep_num_steps_at_first():
-    """The plugin is active, for the contract after pushes. The first rollout uses `num_steps`."""
+def test_a_rule_decides_from_the_first_round():
+    """The plugin is active, also for the contract after pushes."""
     from megatron_rlspec.rollout.sglang.scheduler.decisions import Decider
     from megatron_rlspec.rollout.sglang.settings import Settings
 
     decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))
-    decider.start([0, 1, 3], 3)
-    assert decider.choose(1, 100, None)[0] == decider.choose(200, 200_000, None)[0] == SpecConfig(3)
+    decider.start([0, 1, 3], tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160))
+    assert decider.name == "the adaptive rule" and decider.choose(1, 100, None)[0] in decider.candidates
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_drafter_learns_and_engines_accept_more(run, options):
 def test_our_rule_decides_in_slimes_engine(run, options):
     _, rollouts, _ = run(*options)
     for engine in (engine for row in rollouts for engine in row["engines"]):
-        assert engine["describe"]["controller"] == "ScheduleController"
+        assert engine["describe"]["controller"] == "DraftController"
         assert "off" in engine["describe"]["configs"]
 
 

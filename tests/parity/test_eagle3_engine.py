@@ -198,7 +198,7 @@ def test_the_comparison_sees_other_layers_and_another_recursion(served):
 def test_the_engine_describes_its_drafter(engine):
     described = engine.describe()
     assert described["eagle3"] == {"taps": [2, 4, 5], "words": fingerprint(IDS)}
-    assert described["controller"] == "ScheduleController" and described["draft_vocabulary"] == 0
+    assert described["controller"] == "DraftController" and described["draft_vocabulary"] == 0
     assert described["unnamed"] == ""
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_mimo
 
 from megatron_rlspec.rollout.sglang.scheduler import control, decisions, rounds, served_weights, shared_times
 from megatron_rlspec.rollout.sglang.settings import Settings
@@ -11,12 +12,14 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 SETTINGS = Settings()
+MODEL = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160)
 
 
 @pytest.fixture
 def decider(monkeypatch):
     decider = decisions.Decider(SETTINGS)
-    decider.start([0, 1, 3], 3)
+    decider.start([0, 1, 3], MODEL)
+    decider.set_config(SpecConfig(3))
     monkeypatch.setattr(decisions, "decider", decider)
     return decider
 
@@ -39,7 +42,7 @@ def test_ranks_learn_the_durations_of_the_first(monkeypatch):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
     ranks = [decisions.Decider(SETTINGS) for _ in range(2)]
     for decider in ranks:
-        decider.start([0, 1, 3], 3, len(ranks))
+        decider.start([0, 1, 3], MODEL, len(ranks))
         decider.replace(rule)
     broadcast = [lambda receiver, received, local: sent.append([*received, *local]) or sent[-1]]
     broadcast.append(lambda receiver, received, local: sent[-1])

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import tiny_mimo
 
 from megatron_rlspec.rollout.sglang.http import serve
 from megatron_rlspec.rollout.sglang.scheduler import decisions
@@ -17,6 +18,7 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 STEPS = (0, 1, 2, 3, 5)
+MODEL = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def test_every_engine_that_drafts_can_be_held_and_no_rule_gets_a_choice_by_that(
     _, settings, slots = serve.arguments_for(serve.parser().parse_args(["--model", str(files), *given]), "cuda")
     assert all(steps_at(slots, batch)[0] == 0 for batch in range(1, 257))
     decider = decisions.Decider(settings)
-    decider.start(steps_at(slots, 1), max(chosen).num_steps)
+    decider.start(steps_at(slots, 1), MODEL)
     assert decider.candidates == chosen
     with pytest.raises(ValueError, match="cannot run off") if OFF not in chosen else nullcontext():
         decider.set_config(OFF)
@@ -99,7 +101,7 @@ def test_sglang_captures_the_ranges(sglang_models: ModuleType, files: Path, tmp_
     assert {k: (3 if k > 1 else 2) * len(sizes) for k, sizes in captured.items()} == counted
 
     decider = decisions.Decider(Settings("target_only"))
-    decider.start(params.candidate_steps, 1)
+    decider.start(params.candidate_steps, MODEL)
     decider.replace({"roofline": Roofline.of_layers(36).to_json()})
     decider.limit(captured, start=1)
     assert decider._most and max(decider._most) == SpecConfig(5) and OFF not in decider._most

@@ -185,7 +185,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
 def test_the_plugin_alone_in_sglangs_own_server(server, group):
     """Test our controller, our routes, and both models' loaders in an update that SGLang applies to the target only."""
     said = server.describe()
-    assert said["sglang"] == "0.5.15.post1" and said["controller"] == "ScheduleController"
+    assert said["sglang"] == "0.5.15.post1" and said["controller"] == "DraftController"
     generate(server, "first", temperature=0.0)
     assert {round.config for round in server.stats()} == {SpecConfig(2)}
     agreeing = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])

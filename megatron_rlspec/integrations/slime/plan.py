@@ -85,7 +85,7 @@ def plan(
 
     drafter          section [drafter]; a depth that is not set follows from the attention
     candidate_steps  that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
-    num_steps        until the first rollout has ended; None: the command's own, or the default
+    num_steps        that SGLang starts with; None: the command's own, or the default
     verifier         None: position_keyed, which gives each sample a seed, where the engines can do it
 
     Raises ConfigError if slime's own flags contradict it.
@@ -110,7 +110,6 @@ def plan(
         added.flags.append(ADAPTIVE)
         if f"{ADAPTIVE}-config" not in given:
             added.adaptive = _captured_graphs(given, candidates)
-    # Without a rule the engines keep `start` until the first rollout has been observed.
     added.environment |= Settings(verifier).to_environment()
     depth = _depth(given, drafter, added.notes)
     added.settings |= {

@@ -58,11 +58,11 @@ def _register(settings: Settings) -> None:
     if settings.architectures:
         _register_models(settings.architectures)
     decisions.decider = decisions.Decider(settings)
-    from megatron_rlspec.rollout.sglang.scheduler.controller import ScheduleController
+    from megatron_rlspec.rollout.sglang.scheduler.controller import DraftController
 
     HookRegistry.register(
         "sglang.srt.speculative.adaptive_runtime_state.AdaptiveController",
-        ScheduleController,
+        DraftController,
         HookType.REPLACE,
     )
     own = [*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings)]

@@ -42,7 +42,7 @@ def _nothing(_: int) -> int:
     return 0
 
 
-class ScheduleController(adaptive_runtime_state.AdaptiveController):
+class DraftController(adaptive_runtime_state.AdaptiveController):
     """SGLang's AdaptiveController with our decision. SGLang's rule still lists the candidates and sizes the graphs."""
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -50,9 +50,8 @@ class ScheduleController(adaptive_runtime_state.AdaptiveController):
         ragged.present.runner = worker.target_worker.model_runner
         decisions.decider.start(
             self.candidate_steps,
-            worker.speculative_num_steps,
-            worker.server_args.tp_size,
             worker.target_worker.model_config.hf_text_config.to_dict(),
+            worker.server_args.tp_size,
         )
         self._config = SpecConfig(worker.speculative_num_steps)
         self.gap = DrafterGap(worker)

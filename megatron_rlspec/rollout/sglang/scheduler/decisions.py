@@ -73,13 +73,12 @@ class Decider:
         self.held = ""  # why speculation is held off; the rule below then waits
         # why all requests verify the same number of drafts; "" if they need not
         self.even = "" if settings.ragged else "the engine was launched without --ragged"
-        # of every round; None: the rule decides
-        self.fixed: SpecConfig | None = None
+        self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
         self.rule: SpecRule | None = None  # the last one; its timings stay
         self.stock: Any = None  # SGLang's own rule, while it decides
         self._stock: Any = None  # the same, with what it has learnt
         self.sharpness = settings.sharpness  # of coupled drafts
-        self.ranks = 0  # tensor-parallel size
+        self.ranks = 1  # tensor-parallel size
         # rounds of which the other ranks do not know this rank's time
         self.untold: list[RoundTime] = []
         # the largest batch with captured graphs, where graphs are limited
@@ -95,28 +94,22 @@ class Decider:
         return "the adaptive rule" if self.fixed is None else "a fixed choice"
 
     def start(
-        self,
-        candidate_steps: Sequence[int],
-        start: int,
-        ranks: int = 0,
-        model: Mapping[str, Any] | None = None,
+        self, candidate_steps: Sequence[int], model: Mapping[str, Any], ranks: int = 1
     ) -> None:
         """Set the candidates, and the number of drafts of the settings or a rule made of the model's config.json.
 
         Step 0 stands for two: the drafter reads along and drafts nothing, or it is off.
 
-        start  step count of the launch, which stays without a `model`
         ranks  tensor-parallel size
         """
         self.ranks = ranks
         self.can_hold = 0 in candidate_steps
         steps = [n for n in candidate_steps if n or self._off]
         self.candidates = [OFF] * (0 in steps) + [SpecConfig(n) for n in steps]
-        if model is not None and self._num_steps is None:
+        if self._num_steps is None:
             self.replace({"roofline": Roofline.of_model(model).to_json()})
         else:
-            steps_of_all = start if self._num_steps is None else self._num_steps
-            self.set_config(SpecConfig(steps_of_all))
+            self.set_config(SpecConfig(self._num_steps))
 
     def limit(self, captured: Mapping[int, Sequence[int] | None], start: int) -> None:
         """Keep the rule from running step counts at batches for which only others are captured.
@@ -182,7 +175,7 @@ class Decider:
             return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
         if self.fixed is not None:
             return self.fixed, 0 if self.fixed.off else batch
-        assert self.rule is not None, "`start` makes the first rule"
+        assert self.rule is not None, "`start` sets one of them"
         config = self.rule.choose(batch, context_tokens, missed)
         return config, self.rule.catch_up
 
