@@ -23,11 +23,11 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# What stands, rounded up. The aims are 265,000, 235,000, 42,000 and 8.5: a change that deletes lowers the number here.
+# What stands, rounded up. A change that deletes lowers the number here. The aims below the first are 235,000 and 42,000.
 MOST_TOKENS = {
-    "": 292_400,  # the whole package
-    "core": 275_000,  # all of it but extensions/
-    "rollout/sglang": 44_900,
+    "": 263_500,  # the whole package
+    "core": 245_500,  # all of it but extensions/
+    "rollout/sglang": 44_100,
 }
 MOST_TOKENS_A_LINE = 8.5
 
