@@ -23,7 +23,7 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# What stands, rounded up. A change that deletes lowers the number here. The aims below the first are 235,000 and 42,000.
+# What stands, rounded up; a change that deletes lowers the number here. The aims are 265,000, 235,000 and 42,000.
 MOST_TOKENS = {
     "": 263_500,  # the whole package
     "core": 245_500,  # all of it but extensions/
