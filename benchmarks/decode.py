@@ -30,7 +30,7 @@ from bigram_model import checkpoint
 from synthetic import conditions
 
 from megatron_rlspec.models.hf_files import read_hf, write_hf
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
+from megatron_rlspec.types import Prompt, Request, Sampling, SpecConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 4, "hidden": 64},
@@ -74,7 +74,7 @@ def work(kind: str, model: Path, dtype: str) -> None:
             rng = np.random.default_rng(seed)
             prompts = [Prompt(i, rng.integers(0, vocab, 32)) for i in range(batch)]
             wanted = [Request(f"{i}.", prompt, seed * 1000 + i) for i, prompt in enumerate(prompts)]
-            engine.set_config(SpecConfig(steps) if steps else OFF)
+            engine.set_config(SpecConfig.of(steps))
             engine.stats()
             took = runs = 0.0
             while took < least:  # the clock of child processes counts hundredths of a second

@@ -43,7 +43,7 @@ def needed(candidates: Sequence[SpecConfig], max_batch: int, layers: int) -> dic
     """Return the largest batch at which each candidate could be the best, with rates a_d <= 0.95 * 0.95 ** (d - 1).
 
     By a roofline of a model of so many layers, with short contexts. No range is shorter than that of a deeper
-    candidate, since probes deepen one candidate at a time. The shallowest candidate has all batches.
+    candidate. The shallowest candidate has all batches.
     """
     ordered = sorted(candidates)
     batch = np.arange(1, max_batch + 1)
@@ -63,15 +63,12 @@ def needed(candidates: Sequence[SpecConfig], max_batch: int, layers: int) -> dic
     deeper = 1
     for i in reversed(range(len(ordered))):
         deeper = most[i] = max(most[i], deeper)
-    least = ordered[0].num_steps
-    for i, config in enumerate(ordered):
-        if config.num_steps == least:
-            most[i] = max_batch
+    most[0] = max_batch
     return dict(zip(ordered, most, strict=True))
 
 
 def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
-    """Make SGLang's `--speculative-adaptive-config`: the step counts from each batch size on, chains only.
+    """Make SGLang's `--speculative-adaptive-config`: the step counts from each batch size on.
 
     `most`: the largest batch of each configuration (`needed`). SGLang pads a batch to the next of `graph_sizes`, so a
     range ends there.

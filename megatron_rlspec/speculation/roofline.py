@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,45 +14,6 @@ from megatron_rlspec.types import SpecConfig
 RIDGE_TOKENS = 128.0
 LEAST_MS = 1e-12
 MOST_MS = 1e15
-
-
-class Work(NamedTuple):
-    """What rounds compute: arrays that broadcast.
-
-    verified  tokens of the target's pass, and of the drafter's first one
-    context   tokens in the cache, of the whole batch
-    drafts    1 if the drafter runs, else 0
-    passes    further passes of the drafter
-    step      tokens of each of them
-    """
-
-    verified: np.ndarray
-    context: np.ndarray
-    drafts: np.ndarray
-    passes: np.ndarray
-    step: np.ndarray
-
-    @classmethod
-    def of(
-        cls,
-        configs: Sequence[SpecConfig],
-        batch: np.ndarray,
-        context: np.ndarray,
-        drafts: np.ndarray | None = None,
-    ) -> Work:
-        """Describe a round of each of `configs [n]`, or of the only one, at `batch` and `context` `[..., n]`.
-
-        drafts  [n] that a request verifies on average; None: all
-        """
-        steps = np.array([config.num_steps for config in configs])
-        drafter = np.array([float(config.drafter) for config in configs])
-        return cls(
-            batch * (1 + (steps if drafts is None else drafts)),
-            context,
-            drafter,
-            np.maximum(steps - 1, 0),
-            batch * drafter,
-        )
 
 
 @dataclass(frozen=True)
@@ -167,11 +128,15 @@ class Roofline:
         drafts  `[configs]`, or `[n]` for one configuration: that a request verifies on average; None: all
         """
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-        work = Work.of(configs, batch[..., None], context[..., None], drafts)
-        verify = self.target_ms(work.verified, work.context)
-        step = self.drafter * self.target_ms(work.step, work.context) + self.pass_ms
-        drafting = work.drafts * (self.drafter * verify + self.pass_ms) + work.passes * step
-        ms = self.host_ms + self.sample_ms * work.verified + verify + drafting
+        batch, context = batch[..., None], context[..., None]
+        steps = np.array([config.num_steps for config in configs])
+        drafter = np.array([float(config.drafter) for config in configs])
+        verified = batch * (1 + (steps if drafts is None else drafts))
+        verify = self.target_ms(verified, context)
+        extend = drafter * (self.drafter * verify + self.pass_ms)
+        step = self.drafter * self.target_ms(batch, context) + self.pass_ms
+        drafting = extend + np.maximum(steps - 1, 0) * step
+        ms = self.host_ms + self.sample_ms * verified + verify + drafting
         return np.moveaxis(ms, -1, 0)
 
     def to_json(self) -> dict[str, Any]:

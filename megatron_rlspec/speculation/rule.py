@@ -406,15 +406,7 @@ class SpecRule:
             raise ValueError(f"speculation rule: learnt state without {error}") from None
 
 
-_KEYS = {
-    "candidates",
-    "acceptance",
-    "chances",
-    "forecast",
-    "learnt",
-    "ragged",
-    "roofline",
-}
+_KEYS = {"candidates", "acceptance", "chances", "forecast", "learnt", "ragged", "roofline"}
 
 
 def _check_candidates(candidates: Sequence[SpecConfig]) -> int:

@@ -44,7 +44,7 @@ class ConfigChoice:
     def set_rule(self, data: Mapping[str, Any]) -> None:
         """Set a rule of JSON, which chooses from the engine's own candidates if it names none.
 
-        It takes over the probe budget of the rule before it, and the time of its next probe.
+        It goes on from the rule before it (`SpecRule.inherit`).
         """
         own = [config.to_json() for config in self.candidates]
         given = {"candidates": own, **data}

@@ -20,9 +20,8 @@ class Chains(NamedTuple):
 
     tokens: np.ndarray  # [B, 1 + k] the pending token, then drafts
     drafts: np.ndarray  # [B] how many of the drafts are verified; the others are padding
-    logq: np.ndarray | None = (
-        None  # [C, k] of the drafts of the first C samples, if some were chosen
-    )
+    # [C, k] of the drafts of the first C samples, if some were chosen
+    logq: np.ndarray | None = None
 
     @property
     def valid(self) -> np.ndarray:

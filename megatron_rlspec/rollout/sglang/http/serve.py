@@ -58,7 +58,6 @@ from megatron_rlspec.rollout.sglang.settings import (
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
-from megatron_rlspec.types import SpecConfig
 
 # Set by torchrun and cluster launchers; SGLang would use them for its own process group.
 _DISTRIBUTED = {
@@ -302,17 +301,14 @@ def arguments_for(
 ) -> tuple[list[str], Settings, dict[str, Any]]:
     """Return SGLang's command line, the plugin's settings, and the step counts to switch between, by batch size.
 
-    Raises ConfigError for options that exclude each other. Writes nothing.
+    Raises ConfigError for step counts that cannot be. Writes nothing.
     """
     arguments = _engine_arguments(options, device)
     if options.spec == "off":
         return arguments, Settings(options.verifier), {}
     candidates = _candidates(options)
     # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
-    drafting = [steps for steps in candidates if steps]
-    start = min(drafting)
-    if options.spec == "fixed":
-        start = max(drafting)
+    start = min(steps for steps in candidates if steps)
     arguments += _drafter_arguments(options, start)
     settings = Settings(
         options.verifier,
@@ -393,9 +389,6 @@ def _slots(options: argparse.Namespace, steps: Sequence[int]) -> dict[str, Any]:
     most = graphs.needed(chains(steps), most_batch, layers)
     if options.ragged:  # many drafts can pay at any batch if few of them are verified
         most = dict.fromkeys(most, most_batch)
-    if options.spec == "fixed":
-        fixed = SpecConfig.of(options.num_steps)
-        most[fixed] = most_batch
     slots = {}
     for batch, slot in graphs.slots(most, most_batch).items():
         slots[batch] = {"candidate_steps": sorted({0, *slot["candidate_steps"]})}

@@ -6,7 +6,7 @@ here, because SGLang's hooks rebind every module-level name of a class that they
 SGLang calls the controller when it launches a round. The overlap scheduler launches a round before it processes the one
 before. So request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch late.
 
-    commands (control.py) ─► decider: schedule or SpecRule ◄───────────────────────────────┐
+    commands (control.py) ─► decider: fixed, or a SpecRule ◄───────────────────────────────┐
                                         │ config                                           │ accepted drafts
     batch ─► _round ─► _decide ◄────────┘                                                  │
                 │         └─► gap.close: drafters that missed tokens read them             │
