@@ -70,6 +70,19 @@ def test_a_rule_set_during_a_hold_is_stored(decider):
     assert chosen(decider) == SpecConfig(1)
 
 
+def test_a_sharpness_that_no_round_can_take_is_refused_at_once(decider):
+    rule = {"roofline": Roofline.of_layers(12).to_json()}
+    for wrong in ("2", 0, -1.0, [1.5]):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            control._set_spec_rule(None, rule | {"sharpness": wrong})
+        with pytest.raises(ValueError, match="expected a positive number"):
+            control._set_config(None, 1, wrong)
+    assert chosen(decider) == SpecConfig(3) and decider.sharpness == SETTINGS.sharpness
+    control._set_spec_rule(None, rule | {"sharpness": 1.5})
+    control._set_config(None, 1)
+    assert decider.sharpness == 1.5
+
+
 def test_what_was_learnt_of_rounds_survives_a_new_rule_and_a_hold(decider):
     rule = {"roofline": Roofline.of_layers(12).to_json()}
     control._set_spec_rule(None, rule)

@@ -6,6 +6,7 @@ lengths, accepted counts, and durations of rounds by the first rank's clock (`sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -136,7 +137,7 @@ class Decider:
         decide, for comparisons. Raises ValueError.
         """
         data = dict(data)
-        sharpness = data.pop("sharpness", None)
+        sharpness = self._sharpness(data.pop("sharpness", None))
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
@@ -151,7 +152,7 @@ class Decider:
         rule.limit(self._most)
         self.rule = rule
         self.fixed = self.stock = None
-        self.sharpness = sharpness or self.sharpness
+        self.sharpness = sharpness
 
     def hold(self, reason: str) -> None:
         """Run `OFF` until `held` is "" again. Rules that are set meanwhile decide after that. Raises ValueError."""
@@ -221,9 +222,17 @@ class Decider:
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
         """Run `config` in every round until the next rule. Raises ValueError."""
         self._check([config])
+        self.sharpness = self._sharpness(sharpness)
         self.fixed = config
         self.stock = None
-        self.sharpness = sharpness or self.sharpness
+
+    def _sharpness(self, given: Any) -> float:
+        """Return the sharpness given, or the present one. Raises ValueError: a round would fail, and end the engine."""
+        if given is None:
+            return self.sharpness
+        if not isinstance(given, int | float) or not 0 < given < math.inf:
+            raise ValueError(f"sharpness={given!r}: expected a positive number")
+        return given
 
     def _stock_rule(self) -> Any:
         """SGLang's own adaptive rule, with its built-in steps per batch size."""
