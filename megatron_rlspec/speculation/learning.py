@@ -22,12 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_rlspec.speculation.acceptance import (
-    Acceptance,
-    Prediction,
-    accept_length,
-    pooled,
-)
+from megatron_rlspec.speculation.acceptance import Acceptance, Prediction, accept_length, pooled
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.types import OFF, RoundStats, SpecConfig
@@ -226,7 +221,7 @@ class Learning:
             "prediction": self.prediction and self.prediction.sums(),
             "sharpness": self.sharpness,
             "ragged_gain": self.gain,
-            "learnt": self.learnt,
+            "rounds": self.learnt,  # version 0.3.0 had something else under "learnt"
         }
 
     def restore(self, state: Mapping[str, Any]) -> str:
@@ -243,7 +238,7 @@ class Learning:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.sharpness = state.get("sharpness")
         self.gain = state.get("ragged_gain", 0.0)
-        self.learnt = state.get("learnt")
+        self.learnt = state.get("rounds")
         if state.get("prediction"):
             self.prediction = Prediction.of_sums(*state["prediction"])
         return lost
