@@ -228,7 +228,8 @@ class Config(Section):
                 "expected several ranks, or false"
             )
         if tail.tp != (1,) and not tail.cost_table:
-            yield f"tail.tp={sizes} needs tail.cost_table; python benchmarks/round_costs.py --tp {sizes} writes it"
+            measure = f"python benchmarks/round_costs.py FILE --model DIR --tp {sizes}"
+            yield f"tail.tp={sizes} needs tail.cost_table; `{measure}` writes it"
         if world_size % tail.tp[-1]:
             yield f"tail.tp={sizes} needs a multiple of {tail.tp[-1]} ranks, but {because or world_size}"
 
