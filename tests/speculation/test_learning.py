@@ -105,7 +105,7 @@ def test_what_engines_learnt_of_rounds_is_kept_for_those_that_start_later():
 
 def test_what_an_older_release_learnt_of_rounds_is_learnt_anew():
     resumed = learning()
-    resumed.restore(resumed.state() | {"learnt": {"rounds": [[3, 1, 4, 8, 800, 1.4]]}})  # of 0.3.0, in slime's checkpoint
+    resumed.restore(resumed.state() | {"learnt": {"rounds": [[3, 1, 4, 8, 800, 1.4]]}})  # of 0.3.0
     assert "learnt" not in resumed.rule()
     assert resumed.saved([RoundStats(SpecConfig(3), 8, 800, 100, 1400.0, (200, 200, 200, 200))]) is None
 
