@@ -85,13 +85,13 @@ class Student:
     ) -> None:
         self._kind = kind
         self._head = head_of(weight, temperature, tp_group, finite)
-        self._chunk = chunk or self._head.chunk
+        # of the student over the whole vocabulary; a function sees whole distributions, which no kernel has
+        self._full = replace(self._head, kernel=None) if callable(kind) else self._head
+        self._chunk = chunk or self._full.chunk
         # the output layer of the draft vocabulary; None: that of the whole vocabulary
         self._draft_head: DraftHead | None = None
         if words is not None:
             self._draft_head = DraftHead.of_words(self._head, words, own, own_finite)
-        # of the student over the whole vocabulary; a function sees whole distributions, which no kernel has
-        self._full = replace(self._head, kernel=None) if callable(kind) else self._head
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)

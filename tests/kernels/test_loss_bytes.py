@@ -139,3 +139,11 @@ def test_chunks_are_as_large_as_the_memory_for_their_logits(words: int, bytes_: 
     weight = torch.empty(words, 8, dtype=torch.bfloat16 if bytes_ == 2 else torch.float32, device="meta")
     assert replace(VocabParallelHead.of(weight, 1.0, None), kernel=chosen).chunk == chunk
     assert VocabParallelHead.of(weight, 1.0, None).chunk < 1024
+
+
+def test_a_loss_of_the_users_has_chunks_of_plain_torch() -> None:
+    """It gets whole distributions in float32, of which memory holds several."""
+    hidden, weight, labels = inputs()
+    with mock.patch.object(chosen, "head", return_value=chosen):
+        chunks = [Student(hidden, weight, labels, torch.ones(ROWS), kind)._chunk for kind in ("ce", torch.sum)]
+    assert chunks == [4352, VocabParallelHead.of(weight, 1.0, None).chunk]
