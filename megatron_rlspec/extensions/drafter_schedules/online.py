@@ -48,7 +48,7 @@ class OnlineLearner(DrafterSchedule):
         self.updates = 0  # separate ones: the seed of the next draw
         # metrics of an update beside a rollout, for the record of its step
         self._learned: dict[str, float] = {}
-        if state:
+        if "rule" in state:  # not in that of another schedule, with whose options the run began
             self.rule.restore(state["rule"])
             self.updates = int(state["updates"])
             self.last_update = int(state["last_update"])
@@ -134,7 +134,7 @@ class OnlineLearner(DrafterSchedule):
         return metrics
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return the state for a checkpoint: a JSON object, and the buffer's rollouts."""
+        """Return the state for a checkpoint, and the buffer's rollouts."""
         state = {
             "rule": self.rule.state(),
             "updates": self.updates,

@@ -7,6 +7,7 @@ import numpy as np
 from megatron_rlspec.config import load
 from megatron_rlspec.extensions.drafter_schedules import fresh
 from megatron_rlspec.extensions.drafter_schedules.fresh import FreshLearner
+from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 from megatron_rlspec.types import Group, Prompt, Sample
 
 
@@ -73,3 +74,12 @@ def test_small_steps_teach_a_fresh_drafter_for_longer(monkeypatch):
     assert last[10_000] == 9
     # 4,000 tokens of the first step, 4,000 more in each of the next until 32,768 fill the window
     assert last[500] == 11
+
+
+def test_a_run_resumed_with_another_schedule_begins_that_one_anew():
+    """Options may change when a run is resumed; the checkpoint has what the schedule of before left."""
+    fresh_state, rollouts = FreshLearner(Updates("true"), None, {"learnt": 9}, groups_of(2, 20)).state()
+    online = OnlineLearner(Updates("true"), None, fresh_state, rollouts)
+    assert online.last_update == -1 and online.rule.due and len(online.buffer) == 2
+    again = FreshLearner(Updates("true"), None, *online.state())
+    assert again.state()[0] == {"learnt": 0} and len(again.state()[1]) == 2
