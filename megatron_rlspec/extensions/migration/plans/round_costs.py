@@ -56,25 +56,27 @@ class RoundCosts:
 
     def _row(self, drafts: int, batch: np.ndarray, length: np.ndarray) -> list[float]:
         of_requests = self._ms[drafts]
+        at_length = np.array([_line(line, length) for line in of_requests.values()])
         ms = []
-        for requests, tokens in zip(batch, length, strict=True):
-            there = {known: _line(line, tokens) for known, line in of_requests.items()}
-            ms.append(_line(there, requests))
+        for requests, column in zip(batch, at_length.T, strict=True):
+            there = dict(zip(of_requests, column, strict=True))
+            ms.append(float(_line(there, requests)))
         return ms
 
     def prefill_ms(self, tokens: float) -> float:
         """Return ms to extend caches by so many tokens; infinite if no prefill was measured."""
-        return _line(self._prefill, tokens) if self._prefill else math.inf
+        return float(_line(self._prefill, tokens)) if self._prefill else math.inf
 
 
-def _line(points: dict[float, float], x: float) -> float:
+def _line(points: dict[float, float], x: float | np.ndarray) -> np.ndarray:
     """Return y at x of `points` of x and y. Beyond the largest x the last slope goes on."""
     xs = sorted(points)
     ys = [points[known] for known in xs]
-    if len(xs) == 1 or x <= xs[-1]:
-        return float(np.interp(x, xs, ys))
-    slope = max((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]), 0.0)
-    return ys[-1] + slope * (x - xs[-1])
+    y = np.asarray(np.interp(x, xs, ys))
+    if len(xs) > 1:
+        slope = max((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]), 0.0)
+        y = y + slope * np.maximum(np.asarray(x) - xs[-1], 0.0)
+    return y
 
 
 def read(path: str | Path, sizes: Iterable[int]) -> dict[int, RoundCosts]:
