@@ -48,7 +48,7 @@ def train(
 def warm_start(
     config: Config, interruption: Interruption | None = None, extensions: Extensions | None = None
 ) -> None:
-    """Train policy and drafter on demonstrations, until held-out reward and accept length are good enough for RL.
+    """Train policy and drafter on demonstrations, or the drafter alone until its held-out accept length rises no more.
 
     Raises RunStopped if the run ends early.
     """

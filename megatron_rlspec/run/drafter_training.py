@@ -125,7 +125,7 @@ class Drafting:
         return self._vocabulary.ids()
 
     def state(self) -> tuple[dict[str, Any], Sequence[Group]]:
-        """Return the state for a checkpoint, as JSON, and the rollouts that the schedule keeps."""
+        """Return the state for a checkpoint, and the rollouts that the schedule keeps."""
         state: dict[str, Any] = {"tokens": self.tokens}
         if self._vocabulary is not None:
             state["words"] = self._vocabulary.state()

@@ -52,7 +52,7 @@ class DrafterSchedule:
         return train(True)
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return the state for a checkpoint: a JSON object, and rollouts that are kept."""
+        """Return the state for a checkpoint: plain values by name, and rollouts that are kept."""
         return {}, []
 
 

@@ -17,7 +17,7 @@ FIGURES = {
 }
 DRAFTS = """--speculative-num-steps 3 \\
         --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"""
-WITHOUT_MTP = """\
+UNEXPECTED = """\
 Transformers lists the drafter's tensors (`mtp`) as unexpected, because it does not use them.
 
 """
@@ -46,9 +46,9 @@ def card(
         if value is not None and math.isfinite(value):
             figures += f"| {label} | {value:.4g} |\n"
     launch = f"python -m sglang.launch_server --model-path {name}"
-    without_mtp = ""
+    unexpected = ""
     if has_mtp:
-        without_mtp = WITHOUT_MTP
+        unexpected = UNEXPECTED
         launch += f" --speculative-algorithm NEXTN {DRAFTS}"
     if eagle3 is not None:
         launch += f" --speculative-algorithm EAGLE3 \\\n        --speculative-draft-model-path {eagle3.name} {DRAFTS}"
@@ -67,7 +67,7 @@ With Transformers:
 
     AutoModelForCausalLM.from_pretrained("{name}"), AutoTokenizer.from_pretrained("{name}")
 
-{without_mtp}With SGLang:
+{unexpected}With SGLang:
 
     {launch}
 """

@@ -114,7 +114,7 @@ class Rollouts:
         self.generation.close()
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON, without what `drawn` returns."""
+        """Return the state for a checkpoint, without what `drawn` returns."""
         state = self.speculation.learning.state()
         state["ahead"] = {} if self._ahead is None else self._ahead.result().counts
         return state

@@ -308,7 +308,7 @@ class Session:
         assert self.trainer.reference is not None
         return self.trainer.reference.drift(self._pack(samples[::distance][:DRIFT_SAMPLES]))
 
-    # ---- weights and schedule ---------------------------------------------------------------------------------------
+    # ---- weights and speculation -------------------------------------------------------------------------------------
 
     def push(self) -> None:
         """Send target and drafter to every engine as one version, and check every engine.

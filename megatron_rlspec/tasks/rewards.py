@@ -39,10 +39,8 @@ class Scorer:
     exact            1 if `Sample.text` equals the label, or if the texts after the last `#` of both are equal; else 0
     math             1 if math-verify finds text and label equal; else 0
     module:function  called as function(prompt=..., response=..., label=..., metadata=...), and with response_tokens (a
-                     list of ids) and truncated (bool) if its signature names them. Imported from the working directory
-    http(s)://...    receives the first four values as a JSON object by POST
-
-    Both return a number, or {"reward": number, NAME: number, ...}, whose other parts are recorded.
+                     list of ids) and truncated (bool) if its signature names them. Imported from the working directory.
+                     It returns a number, or {"reward": number, NAME: number, ...}, whose other parts are recorded
 
     Raises ConfigError for a function that cannot be imported or takes other arguments.
     """

@@ -35,7 +35,7 @@ class EverySteps:
         self.updates += updated
 
     def state(self) -> dict[str, int]:
-        """Return the state for a checkpoint, as JSON."""
+        """Return the state for a checkpoint."""
         return {"since": self.since, "updates": self.updates}
 
     def restore(self, state: Mapping[str, int]) -> None:
