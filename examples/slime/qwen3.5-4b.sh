@@ -4,6 +4,7 @@
 # Its delta nets keep a state that speculation must be able to roll back. So the number of steps is fixed, and the cache
 # keeps snapshots. SGLang before 0.5.23 calls that flag --mamba-scheduler-strategy. With one number of steps there is
 # nothing to choose.
+# `rlspec convert` does not know this family: slime's tools/convert_hf_to_torch_dist.py makes LOAD.
 # The parsers accept all flags below. The drafter of this family has not been trained here.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/qwen3.5-4B.sh"

@@ -66,7 +66,7 @@ def parser() -> arguments.Parser:
     p.add_argument(
         "--num-steps",
         type=arguments.integer(0, MOST_DRAFTS),
-        help=f"steps at the start ({NUM_STEPS} of the command, or {spec.num_steps})",
+        help=f"steps that SGLang is launched with ({NUM_STEPS} of the command, or {spec.num_steps})",
     )
     p.add_argument(
         "--verifier",
