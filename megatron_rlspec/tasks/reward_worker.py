@@ -36,7 +36,8 @@ from megatron_rlspec.texts import one_line, shown
 # Takes prompt, response, label and metadata by name, and of EXTRAS what its signature names.
 Reward = Callable[..., Any]
 EXTRAS = ("response_tokens", "truncated")
-PART = re.compile(r"(?!std$)[A-Za-z_]\w{0,39}", re.ASCII)  # name of a part of a reward
+# name of a part of a reward; these two are metrics of ours
+PART = re.compile(r"(?!(?:std|seconds_waited)$)[A-Za-z_]\w{0,39}", re.ASCII)
 MOST_PARTS = 32
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
 # a reward beyond it is no finite number to the trainer, which computes in float32

@@ -35,6 +35,12 @@ def test_every_key_of_the_sources_is_described():
     assert len(keys) > 45 and not missing
 
 
+def test_a_key_is_described_by_its_own_entry():
+    """And not by a family before it, as rollout/reward_seconds_waited was by that of a reward's parts."""
+    for metric in METRICS:
+        assert find(re.sub("<.*>", "1", metric.key)) is metric, metric.key
+
+
 def test_every_described_key_is_written():
     words = set().union(*(re.findall(r"\w+", path.read_text()) for path in SOURCES))
     for metric in METRICS:

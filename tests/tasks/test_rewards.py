@@ -101,6 +101,9 @@ def test_function_gets_the_sample_and_may_print(functions):
     assert rewards == [n + 6 * (n % 2) for n in range(20)]
 
 
+OURS = ("std", "seconds_waited")  # `rollout/reward_NAME` is a metric of ours
+
+
 def test_a_reward_may_see_tokens_and_return_parts(functions):
     samples = [sample("yes", number=i) for i in range(2)]
     samples[1].status = "truncated"
@@ -109,7 +112,7 @@ def test_a_reward_may_see_tokens_and_return_parts(functions):
     found = rollout_metrics(samples)
     assert (found["reward"], found["reward_tokens"], found["reward_format"]) == (1.0, 5.0, 0.5)
     assert metric_names.find("rollout/reward_format").key == "rollout/reward_<part>"
-    for name, wrong in (("", {"format": 1.0}), ("std", {"reward": 1.0, "std": 1.0})):
+    for name, wrong in (("", {"format": 1.0}), *((name, {"reward": 1.0, name: 1.0}) for name in OURS)):
         with pytest.raises(ValueError, match=f"{name}.*expected"):
             reward_worker.parts_of(wrong)
 
