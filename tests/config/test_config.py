@@ -50,6 +50,8 @@ TYPED = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "placement.tensor",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "parallel.tensor",
     "sglang-mem-fraction-static": "rollout.engine_options",
+    "spec.topk": "drafts are chains of spec.num_steps tokens; there are no draft trees",
+    "spec.cost_table": "engines measure what their rounds cost; tail.cost_table is for tail.tp",
 }
 
 
