@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from megatron_rlspec.models.config import MAPS, PREFIX, refusal
+from megatron_rlspec.models.config import MAPS, PREFIX, SCHEMAS, refusal
 from megatron_rlspec.models.drafter_config import check_drafter_config, layer_of_drafter
 from megatron_rlspec.models.layouts import SWAP_HALVES
 from megatron_rlspec.models.rows import (
@@ -335,7 +335,7 @@ def record_of(config: Mapping[str, Any]) -> Family:
     """Return the record of a config.json's family. Raises ValueError for an unknown architecture."""
     architecture = (config.get("architectures") or ["missing"])[0]
     if architecture not in FAMILIES:
-        raise ValueError(refusal(architecture, "converted", FAMILIES))
+        raise ValueError(refusal(architecture, "converted", SCHEMAS))
     return FAMILIES[architecture]
 
 
