@@ -44,8 +44,8 @@ UPSTREAM = {
     ),
     "sglang": Upstream(
         "sglang",
-        (">=0.5.15,<0.5.20", ">=0.5.23"),
-        'install sglang 0.5.15.post1 to 0.5.19 or 0.5.23, or set rollout.engine="embedded" with spec.mode="fixed"',
+        (">=0.5.15.post1,<0.5.20", ">=0.5.23"),
+        'install sglang 0.5.15.post1 to 0.5.19 or 0.5.23, or set rollout.engine="embedded"',
         "pip install 'megatron_rlspec[engine]', or set rollout.engine=\"embedded\" or rollout.urls",
     ),
     "slime": Upstream(
