@@ -25,12 +25,12 @@ class Command(NamedTuple):
 
     run      module:function of this package, which gets the other words of the command line
     text     what `rlspec --help` says of it
-    example  a command line of a first day; "": `rlspec --help` only names the command
+    example  a command line of a first day
     """
 
     run: str
     text: str
-    example: str = ""
+    example: str
 
 
 COMMANDS = {
@@ -82,6 +82,7 @@ COMMANDS = {
     "replay": Command(
         "commands.training:replay",
         "train a drafter again along a recorded run",
+        "rlspec replay runs/mine --train.run_dir runs/again",
     ),
 }
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command, and exit with its code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
-        print(overview(every=argv[:1] == ["--help-all"]))
+        print(overview())
         sys.exit(0 if argv else 2)
     if argv[0] == "--version":
         print(__version__)
@@ -151,24 +152,12 @@ def named(name: str) -> Any:
     return getattr(importlib.import_module(f"megatron_rlspec.{module}"), function)
 
 
-def overview(every: bool = False) -> str:
-    """Return the list of commands: those with an example, or every one in a line. At most 80 columns wide."""
+def overview() -> str:
+    """Return the list of commands, each with an example. At most 80 columns wide."""
     lines = [f"rlspec {__version__}: RL post-training with speculative decoding", ""]
-    if every:
-        lines += [f"  {name:11} {command.text}" for name, command in COMMANDS.items()]
-        lines += [
-            "",
-            "An example: `rlspec COMMAND --help`. Every option: `rlspec COMMAND --help-all`.",
-        ]
-        return "\n".join(lines)
-    others = []
     for name, command in COMMANDS.items():
-        if command.example:
-            lines += [f"  {name:10} {command.text}", f"      {command.example}"]
-        else:
-            others.append(name)
-    lines += ["", f"Others: {', '.join(others)}."]
-    lines.append("Most used options: `rlspec COMMAND --help`. Every command: `rlspec --help-all`.")
+        lines += [f"  {name:10} {command.text}", f"      {command.example}"]
+    lines += ["", "Most used options: `rlspec COMMAND --help`. Every option: `--help-all`."]
     return "\n".join(lines)
 
 
