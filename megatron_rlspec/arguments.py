@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def needs(self, wanted: str, options: str) -> None:
-        """Refuse `options` where none of `wanted` is given. Names are separated by spaces."""
+        """Refuse `options`, names separated by spaces, where `wanted` is not given."""
         self._rules.append((False, wanted, options))
 
     def excludes(self, given: str, options: str) -> None:
@@ -65,13 +65,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse options without effect. An option counts as given if it differs from its default."""
         found, rest = super().parse_known_args(args, namespace)
-        for refuses, others, options in self._rules:
-            if any(self._given(name, found) for name in others.split()) != refuses:
+        for refuses, other, options in self._rules:
+            if self._given(other, found) != refuses:
                 continue
             for name in options.split():
                 if self._given(name, found):
-                    wanted = " or ".join(others.split())
-                    self.error(f"{name} has no effect {'with' if refuses else 'without'} {wanted}")
+                    self.error(f"{name} has no effect {'with' if refuses else 'without'} {other}")
         return found, rest
 
     def _given(self, name: str, found: argparse.Namespace) -> bool:

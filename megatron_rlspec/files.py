@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 # bytes of a text file that is read whole; durations of 100,000 rounds have 5e6
 READ_MOST = 1 << 28
@@ -50,21 +50,16 @@ def read_text(path: str | Path, most: int = READ_MOST) -> str:
         ) from None
 
 
-def read_json(path: str | Path, most: int = READ_MOST, *, finite: bool = True) -> Any:
+def read_json(path: str | Path, most: int = READ_MOST) -> Any:
     """Read one JSON value from a file, as `parse_json`. Raises FileError."""
-    return parse_json(read_text(path, most), str(path), finite=finite)
+    return parse_json(read_text(path, most), str(path))
 
 
-def parse_json(text: str, source: str, *, finite: bool = True) -> Any:
-    """Parse standard JSON. Raises FileError, which names `source`.
+def parse_json(text: str, source: str) -> Any:
+    """Parse standard JSON, which has neither NaN nor infinity. Raises FileError, which names `source`."""
 
-    finite  refuse NaN and infinity. False: the caller checks the numbers, and reports their position
-    """
-
-    def constant(name: str) -> float:
-        if finite:
-            raise FileError(f"{source}: not valid JSON: {name} is no JSON number")
-        return float(name)
+    def constant(name: str) -> NoReturn:
+        raise FileError(f"{source}: not valid JSON: {name} is no JSON number")
 
     try:
         return json.loads(text, parse_constant=constant)

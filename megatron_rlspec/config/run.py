@@ -51,14 +51,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.rollout.engine != "embedded":
-            engine = f"rollout.engine={self.rollout.engine}"
-            coupled = self.keyed and self.spec.drafts == "coupled"
-            if self.spec.ragged and not coupled:
-                ragged = str(self.spec.ragged).lower()
-                raise ValueError(
-                    f"spec.ragged={ragged} with {engine} needs spec.verifier=position_keyed and spec.drafts=coupled"
-                )
+        coupled = self.keyed and self.spec.drafts == "coupled"
+        if self.spec.ragged and self.rollout.engine == "sglang" and not coupled:
+            ragged = str(self.spec.ragged).lower()
+            raise ValueError(
+                f"spec.ragged={ragged} with rollout.engine=sglang needs spec.verifier=position_keyed and "
+                "spec.drafts=coupled"
+            )
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt "

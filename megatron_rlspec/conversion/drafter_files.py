@@ -105,9 +105,7 @@ def build_drafter(
     return build_hf(path, config, [*named, *maps.items()], tokenizer_from)
 
 
-def make_drafter(
-    source: str | Path, target: str | Path, size: int = 0, seed: int = 0
-) -> dict[str, Any]:
+def make_drafter(source: str | Path, target: str | Path, size: int = 0) -> dict[str, Any]:
     """Write a fresh EAGLE-3 drafter for the model in `source` to the directory `target`. Returns its config.json.
 
     size  words of drafts; 0: all, but at most `MOST_WORDS`. They are those of the lowest ids, which BPE merged first,
@@ -135,7 +133,7 @@ def make_drafter(
     head = tensors[
         "model.embed_tokens.weight" if hf_config.get("tie_word_embeddings") else "lm_head.weight"
     ]
-    made = _fresh(config, len(taps), head.index_select(0, ids), tensors["model.norm.weight"], seed)
+    made = _fresh(config, len(taps), head.index_select(0, ids), tensors["model.norm.weight"])
     publish(build_drafter(target, config, made, ids, tokenizer_from=source), Path(target))
     check_drafter(target, hf_config, str(source))
     return config
@@ -166,9 +164,9 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
 
 
 def _fresh(
-    config: Mapping[str, Any], taps: int, head: Tensor, norm: Tensor, seed: int
+    config: Mapping[str, Any], taps: int, head: Tensor, norm: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     std = config.get("initializer_range", 0.02)
     for name, shape in shapes(check_drafter_config(config, "a fresh drafter"), taps).items():
         if name == "lm_head.weight":

@@ -50,7 +50,7 @@ _BACKEND = "metadata.json"
 _COMMON = "common.pt"
 # Modules for which Megatron stores an (empty) extra state. Loading fails without it. They are linear layers; under
 # Transformer Engine also norms that are not fused into one, and the core attention of MTP layers.
-_LINEAR = re.compile(r"\.(linear_\w+|eh_proj|in_proj|out_proj)\.weight$")
+_LINEAR = re.compile(r"\.(linear_\w+|eh_proj)\.weight$")
 _NORM = re.compile(r"norm\.weight$")
 
 

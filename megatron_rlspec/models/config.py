@@ -340,7 +340,7 @@ SCHEMAS: dict[str, type[Shared]] = {
 EAGLE3 = "LlamaForCausalLMEagle3"
 # config.json of a target with an EAGLE-3 drafter, in memory: the drafter's under this key, which no file has.
 DRAFTER = "eagle3"
-# of such a drafter's tensors beside the target's: in memory, in pushes and among moments
+# of such a drafter's tensors beside the target's: in memory and in pushes
 PREFIX = "eagle3."
 # of its tensors those that are not trained: words of drafts to token ids, and back
 MAPS = ("d2t", "t2d")

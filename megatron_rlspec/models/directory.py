@@ -36,8 +36,7 @@ GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-# buffers, and towers that are not used
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.visual\.|^visual\.")
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers
 
 Use = Literal["train", "convert", "serve"]
 

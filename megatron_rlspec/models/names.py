@@ -22,7 +22,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.families import Family, beside_target, record_of
+from megatron_rlspec.models.families import beside_target, record_of
 from megatron_rlspec.models.layouts import Cut
 from megatron_rlspec.models.rows import Geometry, Row
 
@@ -63,7 +63,7 @@ def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "loc
 
     Raises ValueError for an unknown architecture and for missing sizes.
     """
-    return NameTable(hf_config["architectures"][0], record_of(hf_config), hf_config, spec)
+    return NameTable(hf_config, spec)
 
 
 def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
@@ -75,19 +75,18 @@ def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
 class NameTable:
     """The names of one model: its family's rows for its sizes.
 
-    name       the architecture
-    record     the family's record
-    rows       by canonical Megatron name
-    by_hf      the same rows by Hugging Face name
+    name   the architecture
+    rows   by canonical Megatron name
+    by_hf  the same rows by Hugging Face name
 
     A config.json with an EAGLE-3 drafter's under `DRAFTER` has the drafter's rows, too, behind `PREFIX`.
     A model with `geometry.tied` has no `lm_head.weight`. The copy of the embedding on Megatron's last pipeline stage,
     `output_layer.weight`, reads the embedding's row and writes nothing.
     """
 
-    def __init__(self, name: str, record: Family, hf_config: Mapping[str, Any], spec: str) -> None:
-        self.name = name
-        self.record = record
+    def __init__(self, hf_config: Mapping[str, Any], spec: str) -> None:
+        record = record_of(hf_config)
+        self.name: str = hf_config["architectures"][0]
         self.spec = spec
         self.geometry = Geometry.of(hf_config)
         self.rows: dict[str, Row] = {row.megatron: row for row in record.rows(hf_config)}
