@@ -29,7 +29,7 @@ _METAVARS: dict[Any, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBE
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its dotted name, its default, what it means, and what it accepts, in short (`INTEGER`, `{mtp,eagle3}`)."""
+    """One option: its dotted name, its default, what it means, and what it accepts in short, as `{mtp,eagle3}`."""
 
     name: str
     default: Any
