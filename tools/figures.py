@@ -175,7 +175,7 @@ def photograph(run: Path) -> None:
     page = (run / "report.html").resolve().as_uri()
     subprocess.run([*command, f"--screenshot={DOCS / 'report.png'}", page], check=True)
     picture = Image.open(DOCS / "report.png")
-    picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(DOCS / "report.png", optimize=True)
+    picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=192).save(DOCS / "report.png", optimize=True)
 
 
 def main() -> None:
