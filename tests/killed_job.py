@@ -14,9 +14,8 @@ from short_run import CLI, TESTS, words
 
 from megatron_rlspec.host import ports
 from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.run import state_file
 from megatron_rlspec.run.trajectory import Trajectory
-from megatron_rlspec.types import OpenGroup
-from megatron_rlspec.wire import decode
 
 
 class Job:
@@ -117,7 +116,7 @@ def check_same_samples(whole: Path, killed: Path, steps: int) -> None:
         trained = [s for step in range(steps) for group in recorded.groups(step) for s in group.samples]
         found = {s.request_id: (s.tokens[: s.prompt_len].tolist(), s.tokens.tolist()) for s in trained}
         assert len(found) == len(trained)
-        begun = decode((run_dir / f"checkpoints/step-{steps:06d}.begun").read_bytes(), list[OpenGroup])
+        begun = state_file.read(run_dir / f"checkpoints/step-{steps:06d}.state").drawn.begun
         left = {request.id for group in begun for request in group.requests}
         assert not left & found.keys()
         texts.append((found, left | found.keys()))

@@ -25,8 +25,8 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # What stands, rounded up; a change that deletes lowers the number here. The aims are 265,000, 235,000 and 42,000.
 MOST_TOKENS = {
-    "": 263_500,  # the whole package
-    "core": 245_500,  # all of it but extensions/
+    "": 263_000,  # the whole package
+    "core": 245_000,  # all of it but extensions/
     "rollout/sglang": 44_100,
 }
 MOST_TOKENS_A_LINE = 8.5
