@@ -234,7 +234,6 @@ def test_uneven_rounds_on_a_cpu(gpu, tmp_path):
             assert values[f"uneven: {point}: {name}"] > 0
             drafts = [values.get(f"uneven: {point}: {name}, {what}", 0) for what in ("accepted", "verified")]
             assert 0 <= drafts[0] <= drafts[1] <= 3
-    assert any(name.endswith(", verified") for name in values), "no round drafted"
 
 
 @pytest.mark.slow
