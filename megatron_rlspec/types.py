@@ -26,6 +26,13 @@ Drafts = Literal["coupled", "argmax"]
 SHARPNESS = (2.0, 1.5, 1.0)
 
 
+def checked_sharpness(value: Any) -> float:
+    """Return a sharpness that a user or a file states. Raises ValueError if it is none."""
+    if type(value) not in (int, float) or not 0 < value <= 100:
+        raise ValueError(f"{value!r}; expected a number above 0 and at most 100")
+    return float(value)
+
+
 @dataclass(frozen=True, order=True)
 class SpecConfig:
     """How many tokens a round drafts of each request.

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.texts import printable
-from megatron_rlspec.types import SHARPNESS
+from megatron_rlspec.types import SHARPNESS, checked_sharpness
 
 Size = Annotated[int, Field(gt=0, le=2**24)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
@@ -357,11 +357,10 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
     stated = config.get(DRAFTER, config).get(STATED)
     if stated is None:
         return SHARPNESS[0]
-    if type(stated) not in (int, float) or not 0 < stated <= 100:
-        raise CheckpointError(
-            f"config.json: {STATED}={stated!r}; expected a number above 0 and at most 100"
-        )
-    return float(stated)
+    try:
+        return checked_sharpness(stated)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {STATED}={error}") from None
 
 
 def stated_ends(config: Mapping[str, Any]) -> set[int]:

@@ -118,3 +118,6 @@ def update_weights(
         with suppress(EngineError):
             engine.end_update(_reason(error))
         raise
+    finally:
+        if memory is not None:
+            memory.close()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,6 +37,27 @@ def source_of(tensors):
 
 def holds(engine: MemoryEngine, tensors) -> bool:
     return compare({n: fingerprint(t) for n, t in tensors.items()}, engine.fingerprints()).empty
+
+
+class Closing(Memory):
+    """Memory that notes when a push has ended."""
+
+    closed = 0
+
+    def close(self):
+        super().close()
+        self.closed += 1
+
+
+def test_an_update_of_one_engine_leaves_no_piece_of_gpu_memory(monkeypatch):
+    engine = MemoryEngine()
+    engine.bucket_memory = memory = Closing()
+    update.update_weights(engine, 1, weights().items())
+    assert memory.closed == 1
+    monkeypatch.setattr(engine, "begin_update", Mock(side_effect=EngineError("gone")))
+    with pytest.raises(EngineError, match="gone"):
+        update.update_weights(engine, 2, weights().items())
+    assert memory.closed == 2
 
 
 def test_a_drafter_that_is_not_trained_may_stay_in_an_engine():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_rlspec.config import load
+from megatron_rlspec.engine import EngineError
 from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.models.config import CheckpointError, sharpness_of
 from megatron_rlspec.noise import draw, uniform
@@ -146,6 +147,8 @@ def test_an_engine_drafts_with_the_sharpness_that_config_json_states_until_a_rul
         for given, expected in ((None, stated or SHARPNESS[0]), (1.0, 1.0), (None, 1.0)):
             engine.set_config(CHAIN, given)
             assert engine.describe()["sharpness"] == expected
+        with pytest.raises(EngineError, match=r"sharpness=0; expected a number above 0"):
+            engine.set_config(CHAIN, 0)
 
 
 @pytest.mark.parametrize("stated", ["2", -1, float("nan")])

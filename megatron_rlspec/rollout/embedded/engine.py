@@ -47,6 +47,7 @@ from megatron_rlspec.types import (
     Scope,
     SpecConfig,
     Verifier,
+    checked_sharpness,
 )
 
 # of a rule without candidates
@@ -256,14 +257,25 @@ class EmbeddedEngine:
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
         with self._lock:
+            sharpness = self._sharpness(sharpness)
             self.choice.set_config(config)
             self.rounds.selection = None
-            self.rounds.sharpness = sharpness or self.rounds.sharpness
+            self.rounds.sharpness = sharpness
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         with self._lock:
+            sharpness = self._sharpness(rule.get("sharpness"))
             self.choice.set_rule(rule)
-            self.rounds.sharpness = rule.get("sharpness") or self.rounds.sharpness
+            self.rounds.sharpness = sharpness
+
+    def _sharpness(self, given: Any) -> float:
+        """Return the sharpness given, or the present one. Raises EngineError."""
+        if given is None:
+            return self.rounds.sharpness
+        try:
+            return checked_sharpness(given)
+        except ValueError as error:
+            raise EngineError(f"embedded engine: sharpness={error}") from None
 
     def set_draft_vocabulary(self, words: np.ndarray) -> None:
         with self._lock:

@@ -6,7 +6,6 @@ lengths, accepted counts, and durations of rounds by the first rank's clock (`sh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, SpecConfig
+from megatron_rlspec.types import OFF, SpecConfig, checked_sharpness
 
 
 @dataclass(frozen=True)
@@ -230,9 +229,10 @@ class Decider:
         """Return the sharpness given, or the present one. Raises ValueError: a round would fail, and end the engine."""
         if given is None:
             return self.sharpness
-        if not isinstance(given, int | float) or not 0 < given < math.inf:
-            raise ValueError(f"sharpness={given!r}: expected a positive number")
-        return given
+        try:
+            return checked_sharpness(given)
+        except ValueError as error:
+            raise ValueError(f"sharpness={error}") from None
 
     def _stock_rule(self) -> Any:
         """SGLang's own adaptive rule, with its built-in steps per batch size."""
