@@ -67,7 +67,7 @@ for name in {[name for name in modules if not name.endswith(WITH_SGLANG)]}:
     importlib.import_module(name)
 from megatron_rlspec.rollout.sglang.http import checks, serve
 options = serve.parser().parse_args(["--model", {str(model)!r}])
-checks.check(options)
+checks.check(options, serve.parser().get_default)
 options.dtype = "bfloat16"
 print(serve.arguments_for(options, "cuda"))
 """

@@ -125,8 +125,6 @@ STARTED = [
     Case("serve port taken", port_taken, ("cannot listen on 127.0.0.1:", "Address already in use"), MODEL),
 ]
 SERVE = [
-    ("--device cpu --speculative-use-rejection-sampling", "--speculative-use-rejection-sampling", "--spec off"),
-    ("--device cpu --disaggregation-mode prefill", "--disaggregation-mode", "--spec off"),
     ("--device cpu --draft-vocabulary 9 --tp 2", "--draft-vocabulary 9", "a multiple of 2"),
 ]
 if not torch.cuda.is_available():

@@ -74,7 +74,7 @@ def test_print_shows_the_commands_of_sglangs_own_server(folder: Path, tmp_path: 
         serve.main(["--model", str(folder / "mimo"), "--print", "--device", "cpu"])
 
 
-@pytest.mark.parametrize("project", ["verl", "areal", "miles"])
+@pytest.mark.parametrize("project", ["verl", "miles"])
 def test_for_a_project_its_own_settings_are_printed(folder: Path, project: str, tmp_path: Path, capsys) -> None:
     """The project's shell reads them: nothing is lost between quotes."""
     serve.main(["--model", str(folder / "mimo"), "--for", project])
@@ -94,16 +94,14 @@ def test_for_a_project_its_own_settings_are_printed(folder: Path, project: str, 
             f"+actor_rollout_ref.rollout.engine_kwargs.sglang.speculative_adaptive_config={file}",
             "+actor_rollout_ref.rollout.engine_kwargs.sglang.sampling_backend=pytorch",
         },
-        "areal": {"AREAL_LLM_SERVER_ADDRS=127.0.0.1:30000"},
         "miles": {"--sglang-speculative-adaptive", f"--sglang-speculative-adaptive-config={file}"},
     }
     assert expected[project] <= set(words)
-    assert ("python -m sglang.launch_server" in printed) == (project == "areal")
     with pytest.raises(ConfigError, match="--mem-fraction-static"):
         serve.main(["--model", str(folder / "mimo"), "--for", "verl", "--mem-fraction-static", "0.8"])
 
 
-START_OF = {"verl": ("+", "actor_"), "areal": ("AREAL_",), "miles": ("--sglang-",)}
+START_OF = {"verl": ("+", "actor_"), "miles": ("--sglang-",)}
 
 
 @pytest.mark.parametrize(

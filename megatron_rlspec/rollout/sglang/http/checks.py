@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.config import ConfigError, SpecSection
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.host.loopback import is_loopback
 from megatron_rlspec.models import hub
@@ -18,6 +18,15 @@ from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.headers import DTYPES, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
+
+_OF_DRAFTS = (
+    "num_steps",
+    "candidate_steps",
+    "drafts",
+    "draft_vocabulary",
+    "draft_model",
+    "ragged",
+)
 
 
 def installed_sglang() -> versions.Sglang0523:
@@ -31,18 +40,24 @@ def installed_sglang() -> versions.Sglang0523:
 def dtype_of(model: str | Path) -> str:
     """Return the type of a model directory's weights, such as "float32": config.json's, else the stored tensors'.
 
-    SGLang's own default, "auto", serves a float32 model in float16. Raises CheckpointError.
+    SGLang's own default, "auto", serves a float32 model in float16. Raises ConfigError.
     """
-    config = read_object(Path(model) / "config.json")
-    for section in (config, config.get("text_config") or {}):
-        if stated := section.get("dtype") or section.get("torch_dtype"):
-            return str(stated)
-    headers = read_headers(Path(model))
+    try:
+        config = read_object(Path(model) / "config.json")
+        for section in (config, config.get("text_config") or {}):
+            if stated := section.get("dtype") or section.get("torch_dtype"):
+                return str(stated)
+        headers = read_headers(Path(model))
+    except CheckpointError as error:
+        raise ConfigError(f"--model {model}: {error}") from None
     return DTYPES[next(iter(headers.values())).dtype]
 
 
-def check(options: argparse.Namespace) -> None:
-    """Check address and model directory, which needs no import of SGLang. Raises ConfigError."""
+def check(options: argparse.Namespace, default: Callable[[str], object]) -> None:
+    """Check address, options and model directory. Raises ConfigError.
+
+    default  returns the default of an option
+    """
     _check_address(options)
     options.model = hub.local(options.model)
     options.draft_model = hub.local(options.draft_model)
@@ -51,21 +66,12 @@ def check(options: argparse.Namespace) -> None:
             f"--model {options.model}: no config.json there; expected a Hugging Face directory; "
             "`rlspec convert` makes one of a Megatron checkpoint"
         )
-    _check_effects(options)
+    _check_effects(options, default)
     _check_model(options)
 
 
-def _check_effects(options: argparse.Namespace) -> None:
+def _check_effects(options: argparse.Namespace, default: Callable[[str], object]) -> None:
     """Refuse options that the others leave without effect."""
-    spec = SpecSection()
-    defaults: dict[str, object] = {
-        "num_steps": spec.num_steps,
-        "candidate_steps": ",".join(map(str, spec.candidate_steps)),
-        "drafts": spec.drafts,
-        "draft_vocabulary": 0,
-        "draft_model": "",
-        "ragged": False,
-    }
     useless = {}
     if options.drafts == "argmax":
         useless["ragged"] = "--drafts argmax"
@@ -74,9 +80,9 @@ def _check_effects(options: argparse.Namespace) -> None:
     if options.spec == "fixed":
         useless |= dict.fromkeys(("candidate_steps", "ragged"), "--spec fixed")
     if options.spec == "off":
-        useless = dict.fromkeys(defaults, "--spec off")
+        useless = dict.fromkeys(_OF_DRAFTS, "--spec off")
     for name, because in useless.items():
-        if getattr(options, name) != defaults[name]:
+        if getattr(options, name) != default(name):
             raise ConfigError(f"--{name.replace('_', '-')} has no effect with {because}")
 
 

@@ -4,8 +4,6 @@ The names of the projects' settings stand in these files of theirs:
 
     verl   verl/workers/rollout/sglang_rollout/async_sglang_server.py (`engine_kwargs`, `mtp`),
            verl/trainer/config/ppo_trainer.yaml (`ray_kwargs`)
-    AReaL  areal/infra/remote_inf_engine.py (`AREAL_LLM_SERVER_ADDRS`). Its own launcher cannot start the server:
-           `SGLangConfig` has no option of speculation, and its scheduler process loads no plugin.
     miles  miles/backends/sglang_utils/arguments.py (every option of SGLang behind `--sglang-`)
 """
 
@@ -30,7 +28,7 @@ _FORMS = {
     ),
     "miles": ("# in env_vars of `ray job submit --runtime-env-json`: {}={}", "--sglang-{}={}"),
 }
-PROJECTS = (*_FORMS, "areal")
+PROJECTS = tuple(_FORMS)
 _VERL_MTP = "actor_rollout_ref.model.mtp.{}={}"
 _IN_VERL_MTP = ("algorithm", "num-steps", "eagle-topk", "num-draft-tokens")
 

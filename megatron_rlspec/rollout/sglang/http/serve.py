@@ -28,7 +28,7 @@ from megatron_rlspec.config.rollout import MOST_SAMPLES
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host.loopback import is_loopback
-from megatron_rlspec.models.config import CheckpointError, sharpness_of
+from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.models.directory import ends_of_text
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.rollout.sglang import scratch
@@ -46,15 +46,7 @@ from megatron_rlspec.rollout.sglang.http.launch_command import (
     for_project,
     shell_commands,
 )
-from megatron_rlspec.rollout.sglang.settings import (
-    APART,
-    ATTENTION_RANKS,
-    KEY,
-    MIXED_CHUNK,
-    REJECTION,
-    Settings,
-    known_key,
-)
+from megatron_rlspec.rollout.sglang.settings import KEY, Settings, known_key
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
@@ -78,16 +70,6 @@ _CPU_ARGUMENTS = [
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
-# SGLang's options that speculation cannot be combined with -> why
-_REFUSED = {
-    "--enable-mixed-chunk": MIXED_CHUNK,
-    "--disaggregation-mode": APART,
-    "--speculative-use-rejection-sampling": REJECTION,
-    "--enable-dp-attention": ATTENTION_RANKS,
-    "--attn-dp-size": ATTENTION_RANKS,
-    "--dp-size": ATTENTION_RANKS,
-    "--data-parallel-size": ATTENTION_RANKS,
-}
 _CPU_TOKENS = 65536  # of the KV cache on a CPU, by default
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -211,29 +193,27 @@ def main(argv: list[str] | None = None) -> None:
         _scratch()  # before anything slow: the process that made it may be killed at any time
         parents.end_with(options.stop_with_parent)
     name = Path(options.model).name or options.model
-    check(options)
+    check(options, parser().get_default)
     printed = options.print or options.project
     device = _device_of_printed(options, rest) if printed else _device(options.device)
     installed_sglang()
-    for flag, why in _REFUSED.items():
-        if options.spec != "off" and any(text.startswith(flag) for text in rest):
-            raise ConfigError(f"{flag}: {why}; remove it, or serve with --spec off")
     if options.dtype == "auto":
-        options.dtype = _dtype(options.model)
+        options.dtype = dtype_of(options.model)
     arguments, settings, slots = arguments_for(options, device)
     if printed:
-        settings = dataclasses.replace(settings, sharpness=_sharpness(options))
         print(_printed(options, [*arguments, *rest], settings, slots))
         return
     print(f"rlspec serve: loading {name} in {options.dtype}", flush=True)
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
     if slots:
-        arguments.append(f"--speculative-adaptive-config={_adaptive_file(slots)}")
-    if is_loopback(options.host) and not any(
+        adaptive = _scratch() / "adaptive.json"
+        adaptive.write_text(json.dumps(slots))
+        arguments.append(f"--speculative-adaptive-config={adaptive}")
+    loopback = is_loopback(options.host) and not any(
         text.startswith(("--nnodes", "--dist-init-addr")) for text in rest
-    ):
-        settings = dataclasses.replace(settings, loopback=True)
+    )
+    if loopback:
         for name, interface in _INTERFACES.items():
             os.environ.setdefault(name, interface)
     for name in list(os.environ):
@@ -241,8 +221,8 @@ def main(argv: list[str] | None = None) -> None:
             del os.environ[name]
     settings = dataclasses.replace(
         settings,
+        loopback=loopback,
         architectures=_architectures(options.model, options.draft_model),
-        sharpness=_sharpness(options),
     )
     os.environ.update(settings.to_environment())
     if settings.architectures:  # before SGLang is imported
@@ -256,13 +236,9 @@ def main(argv: list[str] | None = None) -> None:
 def _printed(
     options: argparse.Namespace, arguments: list[str], settings: Settings, slots: dict[str, Any]
 ) -> str:
-    if options.project in ("verl", "miles"):
+    if options.project:
         return for_project(options.project, arguments, settings, slots)
-    commands = shell_commands(arguments, settings, slots, has_key=bool(options.api_key))
-    if options.project == "areal":
-        address = f"{options.host}:{options.port}"
-        commands += f"\n# in the environment of AReaL's trainer\nAREAL_LLM_SERVER_ADDRS={address}"
-    return commands
+    return shell_commands(arguments, settings, slots, has_key=bool(options.api_key))
 
 
 def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
@@ -271,18 +247,11 @@ def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
         raise ConfigError("--print --device cpu: SGLang's own server needs a GPU for drafts")
     if options.draft_vocabulary:
         raise ConfigError("--print: SGLang's own server has no file for --draft-vocabulary")
-    if rest and options.project in ("verl", "miles"):
+    if rest and options.project:
         raise ConfigError(
             f"--for {options.project} prints the options of drafts only; give {rest[0]} to {options.project} itself"
         )
     return "cuda"
-
-
-def _dtype(model: str) -> str:
-    try:
-        return dtype_of(model)
-    except CheckpointError as error:
-        raise ConfigError(f"--model {model}: {error}") from None
 
 
 @cache
@@ -316,6 +285,7 @@ def arguments_for(
         off=0 in candidates,
         drafts=options.drafts,
         ragged=options.ragged,
+        sharpness=sharpness_of(_hf_config(options.draft_model or options.model)),
     )
     return arguments, settings, _slots(options, candidates)
 
@@ -430,12 +400,6 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
     return str(path)
 
 
-def _adaptive_file(slots: dict[str, Any]) -> str:
-    path = _scratch() / "adaptive.json"
-    path.write_text(json.dumps(slots))
-    return str(path)
-
-
 def _device(asked: str) -> str:
     import torch
 
@@ -528,11 +492,6 @@ def _architectures(*paths: str) -> tuple[str, ...]:
     for path in filter(None, paths):
         names.update(_hf_config(path).get("architectures") or ())
     return tuple(sorted(name for name in names if name in FAMILIES and FAMILIES[name].sglang_files))
-
-
-def _sharpness(options: argparse.Namespace) -> float:
-    """Return the sharpness of drafts to begin with, as the drafter's config.json states it."""
-    return sharpness_of(_hf_config(options.draft_model or options.model))
 
 
 def _listening(client: SGLangEngine) -> bool:
