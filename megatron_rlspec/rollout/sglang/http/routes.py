@@ -139,7 +139,11 @@ async def _one(
     """Put the lines of one sample into the queue, the last of them without `drawn`."""
     try:
         if finished is not None:
-            lines.put_nowait({"id": asked.id, "finish": finished, **_nothing()})
+            nothing: list[int] = []
+            line = dict.fromkeys(
+                ("output_ids", "logprobs", "weight_versions", "accepted", "drafted"), nothing
+            )
+            lines.put_nowait({"id": asked.id, "finish": finished, **line})
             return
         async for line in _generated(asked, rid, progress):
             lines.put_nowait({"id": asked.id, **line})
@@ -155,10 +159,6 @@ async def _one(
     except Exception as error:
         logger.exception("rlspec: request %s failed", asked.id)
         lines.put_nowait({"id": asked.id, "error": internal(error)})
-
-
-def _nothing() -> dict[str, Any]:
-    return {"output_ids": [], "logprobs": [], "weight_versions": [], "accepted": [], "drafted": []}
 
 
 async def _generated(
@@ -226,12 +226,8 @@ async def abort(request: Request) -> JSONResponse:
     return JSONResponse({})
 
 
-def _commands() -> dict[str, Handler]:
-    return {f"control/{name}": control(name, schema) for name, schema in schemas.COMMANDS.items()}
-
-
 ROUTES: dict[str, Handler] = {
-    **_commands(),
+    **{f"control/{name}": control(name, schema) for name, schema in schemas.COMMANDS.items()},
     "generate": generate,
     "abort": abort,
     "weights/begin": weight_routes.begin,

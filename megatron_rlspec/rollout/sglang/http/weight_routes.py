@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import torch
 from fastapi import Request
@@ -43,7 +43,6 @@ from megatron_rlspec.rollout.sglang.schemas import Refusal, parse_query
 
 _sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
-_KEPT = 1 << 30  # bytes of shared memory that stay between pushes
 _CONNECT_SECONDS = 5.0  # to the trainer's store, before a scheduler waits for it
 _UPDATE_SECONDS = 60.0  # that `generate` waits for the end of an update
 logger = logging.getLogger(__name__)
@@ -71,11 +70,6 @@ class _Memory:
             if self._free.numel() < piece.numel():
                 self._free = piece
 
-    def trim(self) -> None:
-        """Give back what is more than a push's first bucket will need."""
-        if self._free.numel() > _KEPT:
-            self._free = torch.empty(0, dtype=torch.uint8)
-
 
 weights = Weights()
 _memory = _Memory()
@@ -98,12 +92,20 @@ async def may_generate() -> None:
     weights.check_defined()
 
 
+@asynccontextmanager
+async def _open_update(request: Request) -> AsyncIterator[Update]:
+    """Lend the open update that a request names, under the lock. Raises Refusal."""
+    query = parse_query(schemas.SessionQuery, request.query_params)
+    async with _lock:
+        yield weights.update_of(query.session)
+
+
 async def begin(request: Request) -> JSONResponse:
     """Open an update, and return the token that its other requests name. Running samples are taken off the batch.
 
     An update that is open ends unfinished: its client may have ended without a word.
     """
-    query = _query(request, schemas.BeginQuery)
+    query = parse_query(schemas.BeginQuery, request.query_params)
     async with _lock:
         if weights.update is not None:
             await _give_up(weights.update, f"another one began, to version {query.version}")
@@ -120,8 +122,6 @@ async def begin(request: Request) -> JSONResponse:
 
 async def bucket(request: Request) -> JSONResponse:
     """Load a safetensors file of full tensors from the body."""
-    query = _query(request, schemas.SessionQuery)
-    weights.update_of(query.session)
     served = await _served_tensors()
     size = request.headers.get("content-length", "")
     if not size.isdigit():
@@ -132,19 +132,15 @@ async def bucket(request: Request) -> JSONResponse:
         async for part in request.stream():
             view[received : received + len(part)] = part
             received += len(part)
-        async with _lock:
-            # another client may have begun an update meanwhile
-            update = weights.update_of(query.session)
+        async with _open_update(request) as update:
             entries = read_entries(view, served, update.scope)
             return await _load(piece, entries, update)
 
 
 async def handle(request: Request) -> JSONResponse:
     """Load a bucket from the trainer's memory on a GPU, which the schedulers open."""
-    query = _query(request, schemas.SessionQuery)
     asked = await parsed(request, schemas.HandleBody)
-    async with _lock:
-        update = weights.update_of(query.session)
+    async with _open_update(request) as update:
         check_described(asked, await _served_tensors(), update.scope)
         arguments = manager().server_args
         if arguments.device != "cuda" or not _sglang.opens_handles:
@@ -160,10 +156,8 @@ async def handle(request: Request) -> JSONResponse:
 
 async def join(request: Request) -> JSONResponse:
     """Join the trainer, rank 0, in a process group."""
-    query = _query(request, schemas.SessionQuery)
     asked = await parsed(request, schemas.JoinBody)
-    async with _lock:
-        weights.update_of(query.session)
+    async with _open_update(request):
         # A scheduler would wait for minutes for a trainer that is not there.
         await asyncio.to_thread(_check_reachable, asked.address, asked.port)
         message = InitWeightsUpdateGroupReqInput(
@@ -188,10 +182,8 @@ def _check_reachable(address: str, port: int) -> None:
 
 async def receive(request: Request) -> JSONResponse:
     """Load a bucket that the trainer broadcasts in one piece."""
-    query = _query(request, schemas.SessionQuery)
     asked = await parsed(request, schemas.ReceiveBody)
-    async with _lock:
-        update = weights.update_of(query.session)
+    async with _open_update(request) as update:
         check_described(asked, await _served_tensors(), update.scope)
         message = _sglang.broadcast(
             _SELECTOR[update.scope], asked.group, asked.names, asked.dtypes, asked.shapes
@@ -202,9 +194,7 @@ async def receive(request: Request) -> JSONResponse:
 
 async def end(request: Request) -> JSONResponse:
     """End an update that is complete: drop what older weights computed, stamp its version, and let samples go on."""
-    query = _query(request, schemas.SessionQuery)
-    async with _lock:
-        update = weights.update_of(query.session)
+    async with _open_update(request) as update:
         if not update.sent:
             await _give_up(update, "no bucket came")
             raise Refusal(
@@ -221,16 +211,14 @@ async def end(request: Request) -> JSONResponse:
             weights.end(update)
         finally:
             _closed.set()
-            _memory.trim()
         await manager().continue_generation(ContinueGenerationReqInput())
     return JSONResponse({})
 
 
 async def abandon(request: Request) -> JSONResponse:
     """End an update unfinished, at its owner's wish."""
-    query = _query(request, schemas.SessionQuery)
-    async with _lock:
-        await _give_up(weights.update_of(query.session), "its client gave it up")
+    async with _open_update(request) as update:
+        await _give_up(update, "its client gave it up")
     return JSONResponse({})
 
 
@@ -242,7 +230,6 @@ async def _give_up(update: Update, why: str) -> None:
     if not weights.undefined:
         await manager().continue_generation(ContinueGenerationReqInput())
     _closed.set()
-    _memory.trim()
 
 
 async def _load(piece: torch.Tensor, entries: Sequence[Entry], update: Update) -> JSONResponse:
@@ -284,7 +271,3 @@ async def _served_tensors() -> ServedTensors:
         drafter = frozenset(answer["drafter"])
         _served.append(ServedTensors(answer["shapes"], drafter, answer["unnamed"]))
     return _served[0]
-
-
-def _query(request: Request, schema: type[schemas.Body]) -> schemas.Body:
-    return parse_query(schema, request.query_params)
