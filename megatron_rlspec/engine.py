@@ -110,7 +110,7 @@ class RolloutEngine(Protocol):
         Position-keyed, its text is that of a sample that was never interrupted; SGLang refuses it under other
         verifiers.
         `on_sample` is called once per sample, at the latest before this returns, perhaps from another thread.
-        Raises ValueError if two requests have one id.
+        Raises ValueError or EngineError if two requests have one id.
         """
 
     def begin_update(self, version: int, scope: Scope = "all") -> None:

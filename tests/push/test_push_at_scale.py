@@ -191,7 +191,7 @@ class Engine(SGLangEngine):
     def __init__(self, number, shapes, marks, way):
         super().__init__(f"http://engine-{number}", transport=way)
         self.answers = {
-            "control/shapes": {"shapes": shapes},
+            "control/shapes": {"shapes": shapes, "drafter": [], "unnamed": ""},
             "control/fingerprints": {"fingerprints": marks},
         }
         self.received = 0

@@ -22,7 +22,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (b"", True, "generate failed: silent for 1 s"),
         pytest.param(HEAD, True, "generate broke off: silent for 3 s", marks=pytest.mark.slow),
         (HEAD, False, "generate broke off: the answer ended early"),
-        (b"", False, "generate failed: the engine closed the connection without an answer"),
+        (b"", False, "generate failed: the answer ended early"),
     ],
 )
 def test_a_silent_engine_is_distinguished_from_one_that_has_ended(said, stays, told):
@@ -77,16 +77,10 @@ def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("url", "told"),
-    [
-        ("http://127.0.0.1:9", "cannot connect to 127.0.0.1:9: nothing listens there"),
-        ("http://no.such.host.invalid:30000", "cannot connect to no.such.host.invalid:30000: unknown host name"),
-        ("127.0.0.1:30000", "not an engine's address; expected http://HOST:PORT"),
-    ],
-)
-def test_a_typing_error_in_an_address_is_refused(url, told):
-    _told(lambda: SGLangEngine(url).describe(), told)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no.such.host.invalid:30000", "127.0.0.1:30000"])
+def test_a_typing_error_in_an_address_is_refused(url):
+    expected = f"{url}: control/describe failed: cannot connect; expected http://HOST:PORT of a running engine"
+    _told(lambda: SGLangEngine(url).describe(), expected)
 
 
 def _told(act, words):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
-from urllib3.exceptions import NameResolutionError, NewConnectionError, ReadTimeoutError
+from urllib3.exceptions import NewConnectionError, ReadTimeoutError
 
 from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
@@ -48,12 +47,6 @@ class Connection:
     def post_to_sglang(self, route: str, body: dict[str, Any]) -> None:
         """Call one of SGLang's own routes."""
         self._send(route, under="/", json=body).close()
-
-    def field(self, path: str, name: str, kind: type, **arguments: Any) -> Any:
-        answer = self.post(path, **arguments)
-        if not isinstance(answer.get(name), kind):
-            raise self.not_an_engine(path, answer)
-        return answer[name]
 
     def not_an_engine(self, path: str, answer: Any) -> RefusedError:
         text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -133,23 +126,14 @@ class Connection:
         if self._process is not None and self._process.ends_within(0 if silent else 1):
             code = self._process.process.returncode
             return f"the engine ended with code {code} (log: {self._process.log})"
-        address = urlsplit(self.url).netloc
         reason = getattr(inner, "reason", None)
-        if isinstance(error, requests.ConnectTimeout):
-            return f"cannot connect to {address}: no answer within {_CONNECT_SECONDS:.0f} s"
+        # an address that requests cannot read is a ValueError, an unknown host name a NewConnectionError
+        if isinstance(error, (ValueError, requests.ConnectTimeout)) or isinstance(
+            reason, NewConnectionError
+        ):
+            return "cannot connect; expected http://HOST:PORT of a running engine"
         if silent:
             return f"silent for {self._timeout:.0f} s"
-        if isinstance(reason, NameResolutionError):
-            return f"cannot connect to {address}: unknown host name"
-        if isinstance(reason, NewConnectionError):
-            return f"cannot connect to {address}: nothing listens there"
         if isinstance(error, requests.exceptions.SSLError):
             return "the TLS handshake failed; `rlspec serve` itself speaks http"
-        if isinstance(error, requests.exceptions.ChunkedEncodingError):
-            return "the answer ended early: the engine ended, or closed the connection"
-        if isinstance(error, requests.ConnectionError):
-            return "the engine closed the connection without an answer"
-        # an address that requests cannot read
-        if isinstance(error, ValueError):
-            return "not an engine's address; expected http://HOST:PORT"
-        return " ".join(str(error).split())
+        return "the answer ended early: the engine ended, or closed the connection"
