@@ -95,11 +95,10 @@ def _additive(visible: Tensor, query: Tensor, key_buffer: Tensor) -> Tensor:
     return mask.repeat(1, group, 1)[:, None]
 
 
-def _refuse(name: str, **unsupported: object) -> None:
-    found = [key for key, value in unsupported.items() if value]
-    if found:
+def _refuse(*unsupported: object) -> None:
+    if any(unsupported):
         raise NotImplementedError(
-            f"{name}: {', '.join(found)} is not supported by the plain torch CPU operators"
+            "the plain torch CPU operators attend causally, without a window, sinks, a cap and cross attention"
         )
 
 
@@ -129,13 +128,7 @@ def decode_attention_cpu(
     key and value [B, n, d] are written to rows `loc` first. Raises NotImplementedError for what SGLang does not use for
     dense models.
     """
-    _refuse(
-        "decode_attention_cpu",
-        logit_cap=logit_cap,
-        cross_attention=is_cross_attention,
-        sliding_window=sliding_window > 0,
-        sinks=sinks is not None,
-    )
+    _refuse(logit_cap, is_cross_attention, sliding_window > 0, sinks is not None)
     if key is not None:
         assert value is not None, "keys come with values"
         key_buffer.index_copy_(0, loc, key.view(-1, *key_buffer.shape[1:]))
@@ -185,15 +178,8 @@ def extend_attention_cpu(
     query, output [sum of extend_lens, h, d], request after request from `extend_start`. `seq_lens` includes the new
     tokens, whose keys and values are in the buffers already. Raises as `decode_attention_cpu`.
     """
-    _refuse(
-        "extend_attention_cpu",
-        logit_cap=logit_cap,
-        cross_attention=is_cross_attention,
-        sliding_window=sliding_window > 0,
-        sinks=sinks is not None,
-        tree_mask=tree_mask is not None,
-        non_causal=not is_causal,
-    )
+    _refuse(logit_cap, is_cross_attention, sliding_window > 0, sinks is not None)
+    _refuse(tree_mask is not None, not is_causal)
     batch = len(extend_lens)
     total = query.shape[0]
     uniform = batch * max_extend_len == total

@@ -1,7 +1,8 @@
 """Compute in plain torch what SGLang's CPU engine calls in `sgl_kernel`, with the same names and arguments.
 
-The operators cover chain drafting (topk = 1); attention is in `attention.py`. All of them work on the whole batch at
-once, and none imports sglang. Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
+The operators cover chain drafting: with another topk than 1 SGLang runs without its adaptive drafts, and `rlspec
+serve` then ends. Attention is in `attention.py`. All of them work on the whole batch at once, and none imports sglang.
+Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
 `kernels/ops/speculative/*.py`, `kernels/ops/sampling/murmur_hash.py`, `layers/attention/intel_amx_backend.py`.
 
 Shapes: B requests, K = num_steps + 1 verified tokens. `req_to_token [pool, max_context]` maps (request slot, position)
@@ -10,7 +11,6 @@ to a row of the KV cache.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import torch
@@ -18,13 +18,6 @@ from torch import Tensor
 
 from megatron_rlspec import noise
 from megatron_rlspec.rollout.sglang.cpu.attention import decode_attention_cpu, extend_attention_cpu
-
-
-def _chain_only(name: str, topk: int) -> None:
-    if topk != 1:
-        raise NotImplementedError(
-            f"{name}: the plain torch CPU operators draft chains, but topk={topk}"
-        )
 
 
 def assign_req_to_token_pool_cpu(
@@ -56,8 +49,6 @@ def assign_extend_cache_locs_cpu(
 def _places(slots: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Return (slot, position) of every element of the ranges start[i]..end[i], request after request."""
     lengths = (end - start).long()
-    if bool((lengths == 1).all()):  # as in most decode rounds
-        return slots.long(), start.long()
     rows = torch.repeat_interleave(slots.long(), lengths)
     first = torch.repeat_interleave(start.long() - (lengths.cumsum(0) - lengths), lengths)
     return rows, first + torch.arange(len(rows))
@@ -73,7 +64,6 @@ def assign_draft_cache_locs_contiguous_cpu(
     num_steps: int,
 ) -> None:
     """Read the cache rows of the `num_steps` positions from `seq_lens[i]` on into out_cache_loc [B * num_steps]."""
-    _chain_only("assign_draft_cache_locs_contiguous_cpu", topk)
     columns = seq_lens.long()[:, None] + torch.arange(num_steps)
     out_cache_loc.view(len(seq_lens), -1).copy_(
         req_to_token[req_pool_indices.long()[:, None], columns]
@@ -89,7 +79,6 @@ def build_draft_decode_metadata_cpu(
     pool_len: int,
 ) -> Tensor:
     """Return the rows of `req_to_token` of the drafting requests, [B, longest context that drafting reaches]."""
-    _chain_only("build_draft_decode_metadata_cpu", topk)
     return req_to_token[req_pool_indices.long(), : int(seq_lens.max()) + num_steps]
 
 
@@ -112,7 +101,6 @@ def build_tree_kernel_efficient_cpu(
     retrieve_* [B, K] int64, positions [B * K] int64. `tree_mask` stays as it is: the mask of a chain is the causal one,
     which the verify pass applies without reading it.
     """
-    _chain_only("build_tree_kernel_efficient_cpu", topk)
     batch = len(verified_seq_len)
     node = torch.arange(draft_token_num)
     positions.view(batch, -1).copy_(verified_seq_len.long()[:, None] + node)
@@ -167,15 +155,7 @@ def fill_accept_out_cache_loc_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: Tensor, strides: Tensor, target: Tensor, source: Tensor
 ) -> None:
-    """Copy rows `source` to rows `target` in every buffer. Buffers come as addresses, row sizes `strides` in bytes.
-
-    Chains never move rows. SGLang calls this once when it starts, to warm it up.
-    """
-    pairs = list(zip(target.tolist(), source.tolist(), strict=True))
-    for address, stride in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
-        rows = [(to, ctypes.string_at(address + at * stride, stride)) for to, at in pairs]
-        for to, row in rows:
-            ctypes.memmove(address + to * stride, row, stride)
+    """Do nothing: drafts in chains move no rows. SGLang calls this when it starts, to warm it up."""
 
 
 def murmur_hash32_cpu(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:

@@ -63,13 +63,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module)["__getattr__"] = absent.__getattr__
 
 
-def needed() -> list[str]:
-    """Return the packages that `install` would replace."""
-    return [
-        name for name in ("sgl_kernel", "torchvision") if importlib.util.find_spec(name) is None
-    ]
-
-
 def standing_in(package: str) -> bool:
     """Return whether `install` replaced the package."""
     return any(
@@ -83,7 +76,9 @@ def install() -> list[str]:
     Returns the names of the packages that it replaced.
     """
     os.environ.update(ENVIRONMENT)
-    names = needed()
+    names = [
+        name for name in ("sgl_kernel", "torchvision") if importlib.util.find_spec(name) is None
+    ]
     if "sgl_kernel" in names:
         sys.meta_path.append(_Finder("sgl_kernel", dict(cpu_ops.FUNCTIONS)))
         for name, function in cpu_ops.OPERATORS.items():
