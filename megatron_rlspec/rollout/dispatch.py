@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -16,7 +15,6 @@ from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
 from megatron_rlspec.types import Partial, Request, Sample, Sampling
 
 ABORT_AGAIN = 0.2  # seconds
-logger = logging.getLogger(__name__)
 # (id, the request to continue); see `Dispatch.claim`
 Returned = Callable[[str, Request | None], None]
 
@@ -40,7 +38,7 @@ class Dispatch:
     """One `generate`. The calling thread distributes groups; worker threads wait for engines.
 
     A request is in exactly one place: in `waiting`, with the call in `where` that generates it, in transfer after
-    `claim`, in `coming`, or in `samples`. Engines are known by their names. `changed` guards all fields.
+    `claim`, in `coming`, or in `samples`. Engines are known by their names. `lock` guards all fields.
 
     waiting  groups of requests that no engine has
     samples  those that have ended, by id
@@ -75,7 +73,9 @@ class Dispatch:
         # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
         self.over = False
         self.failure: BaseException | None = None  # see `fail`
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.news = threading.Event()  # wakes the calling thread
+        self.news.set()
 
     def finish(self) -> list[Sample]:
         """Generate all samples, and return them in the order of their requests. Raises EngineError and RequestError."""
@@ -83,18 +83,17 @@ class Dispatch:
         with ThreadPoolExecutor(max(1, len(self.requests))) as threads:
             try:
                 while not self._ended():
-                    self._start_resumed(threads)
-                    self._distribute(threads)
-                    with self.changed:
-                        if not self._has_work():
-                            self.changed.wait(ABORT_AGAIN if self.aborted else None)
+                    self.news.wait(ABORT_AGAIN if self.aborted else None)
+                    self.news.clear()
                     if self.failure is not None:
                         raise self.failure
                     self._abort_again()
                     self._collect()
+                    self._start_resumed(threads)
+                    self._distribute(threads)
             except BaseException:
                 self.waiting.clear()
-                with self.changed:
+                with self.lock:
                     self.over = True
                 self._end_claims(list(self.claimed))
                 self._abort_all()
@@ -104,25 +103,10 @@ class Dispatch:
     def _ended(self) -> bool:
         return len(self.samples) == len(self.requests) and not self.running
 
-    def _has_work(self) -> bool:
-        """Return whether the calling thread has something to do."""
-        if self._ended() or self.coming or self.failure is not None:
-            return True
-        for future in self.running:
-            if future.done():
-                return True
-        return bool(self.waiting) and self._least_loaded() is not None
-
-    def wake(self, *_: object) -> None:
-        """Look again for engines that have room."""
-        with self.changed:
-            self.changed.notify()
-
     def fail(self, error: BaseException) -> None:
         """Have `finish` raise this error. Whoever moves samples calls it when it cannot give them back."""
-        with self.changed:
-            self.failure = error
-            self.changed.notify()
+        self.failure = error
+        self.news.set()
 
     # ---- to the engines ---------------------------------------------------------------------------------------------
 
@@ -146,7 +130,7 @@ class Dispatch:
         if self.waiting and not self.running:
             self.pool.check()
         parts: dict[str, list[Request]] = {}
-        with self.changed:
+        with self.lock:
             while self.waiting:
                 engine = self._least_loaded()
                 if engine is None:
@@ -160,7 +144,7 @@ class Dispatch:
     def _start_resumed(self, threads: ThreadPoolExecutor) -> None:
         while self.coming:
             # Under one lock, so that `on_engine` always sees these requests.
-            with self.changed:
+            with self.lock:
                 engine, requests = self.coming.popleft()
                 aborted = any(request.id in self.aborted for request in requests)
                 starts = not aborted and engine in self.pool.engines
@@ -173,7 +157,7 @@ class Dispatch:
     def _start(self, threads: ThreadPoolExecutor, name: str, requests: list[Request]) -> None:
         """Have an engine generate these requests, in a thread. One that the pool has just dropped gives them back."""
         calls = {request.id: (name, request) for request in requests}
-        with self.changed:
+        with self.lock:
             self.where.update(calls)
         engine = self.pool.engines.get(name)
 
@@ -184,7 +168,7 @@ class Dispatch:
 
         future = threads.submit(generate)
         self.running[future] = (name, requests)
-        future.add_done_callback(self.wake)
+        future.add_done_callback(lambda _: self.news.set())
 
     # ---- back from the engines --------------------------------------------------------------------------------------
 
@@ -194,7 +178,7 @@ class Dispatch:
         def end(sample: Sample) -> None:
             id = sample.request_id
             engine, request = calls[id]
-            with self.changed:
+            with self.lock:
                 if self.where.get(id) is not calls[id]:
                     return
                 del self.where[id]
@@ -205,7 +189,7 @@ class Dispatch:
                 leaves = returned is not None and aborted
                 if not leaves:
                     self.samples[id] = sample
-                self.changed.notify()
+                self.news.set()
             if returned is not None:
                 returned(id, self._continued(request, sample) if leaves else None)
             if self.on_sample and not leaves:
@@ -233,7 +217,7 @@ class Dispatch:
     def _lost(self, engine: str, requests: list[Request], error: EngineError) -> list[Request]:
         """Take what a failed call has not finished away from its engine, with what is known of it."""
         left = []
-        with self.changed:
+        with self.lock:
             for request in requests:
                 if self.where.get(request.id) == (engine, request):
                     del self.where[request.id]
@@ -246,11 +230,15 @@ class Dispatch:
 
     def _give_back(self, requests: Sequence[Request]) -> None:
         """Put requests to the head of the queue; aborted ones end."""
-        with self.changed:
+        with self.lock:
             aborted = [request for request in requests if request.id in self.aborted]
-            going_on = [request for request in requests if request.id not in self.aborted]
-            self._enqueue(going_on)
-        self._end_aborted(aborted)
+            self._enqueue([request for request in requests if request.id not in self.aborted])
+            for request in aborted:
+                self.samples[request.id] = request.aborted()
+            self.news.set()
+        for request in aborted:
+            if self.on_sample:
+                self.on_sample(self.samples[request.id])
 
     # ---- aborts -----------------------------------------------------------------------------------------------------
 
@@ -259,42 +247,25 @@ class Dispatch:
         ids = {request.id for request in self.requests}
         if request_ids is not None:
             ids &= set(request_ids)
-        ended: list[Request] = []
-        with self.changed:
+        with self.lock:
             self.aborted |= ids - self.samples.keys()
             # `finish` repeats the abort for requests that have not reached their engine yet
             self.abort_at = time.monotonic() + ABORT_AGAIN
-            self.changed.notify()
-            groups = self.waiting
-            self.waiting = deque()
-            for group in groups:
-                left: list[Request] = []
-                for request in group:
-                    if request.id in ids:
-                        ended.append(request)
-                    else:
-                        left.append(request)
-                if left:
-                    self.waiting.append(left)
-        self._end_aborted(ended)
-
-    def _end_aborted(self, requests: Iterable[Request]) -> None:
-        """Finish aborted requests that no engine has."""
-        for request in requests:
-            sample = request.aborted()
-            with self.changed:
-                self.samples[request.id] = sample
-                self.changed.notify()
-            if self.on_sample:
-                self.on_sample(sample)
+            waiting = [request for group in self.waiting for request in group]
+            self.waiting.clear()
+        self._give_back(waiting)
 
     def _abort_again(self) -> None:
         """Repeat the aborts of requests that may have reached their engine after the first one."""
         if not self.aborted or time.monotonic() < self.abort_at:
             return
         self.abort_at = time.monotonic() + ABORT_AGAIN
+        self._abort_aborted()
+
+    def _abort_aborted(self) -> None:
+        """Ask the engines to end the aborted requests that they have."""
         still: dict[str, list[str]] = {}
-        with self.changed:
+        with self.lock:
             for id, (name, _) in self.where.items():
                 if id in self.aborted:
                     still.setdefault(name, []).append(id)
@@ -306,27 +277,18 @@ class Dispatch:
 
     def _abort_all(self) -> None:
         """Abort the requests that still run, until their calls have ended: this `generate` has failed."""
-        left = list(self.running)
-        while left:
-            for future in left:
-                name, requests = self.running[future]
-                engine = self.pool.engines.get(name)
-                if engine is None:
-                    continue
-                try:
-                    engine.abort([request.id for request in requests])
-                except EngineError as error:
-                    logger.warning("abort after a failure: %s", error)
-            # Again, because some requests may not have reached their engine.
-            wait(left, ABORT_AGAIN)
-            left = [future for future in left if not future.done()]
+        self.aborted.update(request.id for request in self.requests)
+        self._abort_aborted()
+        # again, because some requests may not have reached their engine
+        while wait(self.running, ABORT_AGAIN).not_done:
+            self._abort_aborted()
 
     # ---- for what moves requests between engines (`EnginePool.balance`) ---------------------------------------------
 
     def on_engine(self, engine: str) -> dict[str, Request]:
         """Return the unfinished requests of an engine, by id."""
         unfinished: dict[str, Request] = {}
-        with self.changed:
+        with self.lock:
             for name, request in self.where.values():
                 if name == engine:
                     unfinished[request.id] = request
@@ -342,7 +304,7 @@ class Dispatch:
         engine is lost. Returns the claimed ids; the others are elsewhere, or claimed already.
         """
         claimed: list[str] = []
-        with self.changed:
+        with self.lock:
             if self.over:
                 return claimed
             for id in ids:
@@ -357,7 +319,7 @@ class Dispatch:
     def _end_claims(self, ids: Iterable[str]) -> None:
         """Tell who has claimed these samples that they will not come back."""
         ended = []
-        with self.changed:
+        with self.lock:
             for id in ids:
                 if id in self.claimed:
                     ended.append((id, self.claimed.pop(id)))
@@ -368,6 +330,6 @@ class Dispatch:
         """Continue samples on an engine, or on another one if it is lost."""
         if not requests:
             return
-        with self.changed:
+        with self.lock:
             self.coming.append((engine, list(requests)))
-            self.changed.notify()
+            self.news.set()
