@@ -87,45 +87,21 @@ def place(
     if mode == "disaggregated":
         left = len(gpus) - ranks
         if wanted != left:
-            more = (
-                "more than there are" if wanted > left else f"and {left - wanted} would stay idle"
-            )
-            ways = _filling(left, engines, tensor)
-            if wanted < len(gpus):
-                ways.append(f"--ranks {len(gpus) - wanted}")
-            if wanted < left:
-                ways.append(
-                    f"CUDA_VISIBLE_DEVICES={','.join(gpus[: ranks + wanted])}, which leaves the others free"
-                )
             raise ConfigError(
                 f"placement.mode=disaggregated: {len(gpus)} GPUs less {ranks} trainer ranks leave {left}, "
-                f"but {sizes} needs {wanted}, {more}; expected {' or '.join(ways) or 'fewer ranks'}"
+                f"but {sizes} needs {wanted}; expected the same number (CUDA_VISIBLE_DEVICES leaves GPUs out)"
             )
         free = iter(gpus[ranks:])
     else:
         if not ranks == wanted == len(gpus):
-            free_others = ""
-            if ranks < len(gpus):
-                free_others = (
-                    f"; CUDA_VISIBLE_DEVICES={','.join(gpus[:ranks])} leaves the other GPUs free"
-                )
             raise ConfigError(
                 f"placement.mode=colocated: expected as many trainer ranks and GPUs of engines as there are GPUs, "
-                f"{len(gpus)}; there are {ranks} ranks, and {sizes} needs {wanted}{free_others}"
+                f"{len(gpus)} (CUDA_VISIBLE_DEVICES leaves GPUs out); there are {ranks} ranks, "
+                f"and {sizes} needs {wanted}"
             )
         free = iter(gpus)
     of_engines = tuple(tuple(next(free) for _ in range(tensor)) for _ in range(engines))
     return GpuLayout(mode, tuple(gpus[:ranks]), of_engines)
-
-
-def _filling(count: int, engines: int, tensor: int) -> list[str]:
-    """Return the options with which engines have `count` GPUs, one of two numbers changed."""
-    ways = []
-    if count and count % tensor == 0:
-        ways.append(f"rollout.engines={count // tensor}")
-    if count and count % engines == 0:
-        ways.append(f"placement.tensor={count // engines}")
-    return ways
 
 
 def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:

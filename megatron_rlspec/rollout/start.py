@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -40,7 +40,6 @@ from megatron_rlspec.types import SpecConfig, Verifier
 UNPLACED = 0.7
 # seconds: a rollout.timeout_seconds that soon finds a hung engine is too short to load weights
 LEAST_STARTUP = 600.0
-Engine = TypeVar("Engine", bound=EmbeddedEngine)
 
 
 class StartingEngines(Protocol):
@@ -170,10 +169,8 @@ class ServedEngines:
                 f"rollout.urls={url}: no engine of `rlspec serve` answers there: {error}"
             ) from None
         spec = self._config.spec
-        adaptive = spec.mode == "adaptive"
-        check_served_speculation(
-            url, described, spec.verifier, spec.candidate_steps if adaptive else None, "spec."
-        )
+        candidates = spec.candidate_steps if spec.mode == "adaptive" else None
+        check_served_speculation(url, described, spec.verifier, candidates)
         if spec.mode == "off":
             return engine
         options = self._config.drafter
@@ -209,47 +206,38 @@ def check_served_speculation(
     described: EngineDescription,
     verifier: Verifier,
     candidate_steps: Sequence[int] | None,
-    section: str = "",
 ) -> None:
     """Raise ConfigError for a running engine with another verifier, or with drafts that a rule may not choose.
 
     candidate_steps  of the rule; None: no rule chooses
-    section          of the options, with a dot, for the message
     """
     if verifier != described["verifier"]:
         raise ConfigError(
-            f"{section}verifier={verifier}, but the engine at {url} was started with --verifier "
-            f"{described['verifier']}"
+            f"verifier={verifier}, but the engine at {url} was started with --verifier {described['verifier']}"
         )
     steps = {SpecConfig.from_json(value).num_steps for value in described["configs"]}
     if candidate_steps is not None and not steps <= set(candidate_steps):
-        wanted = ",".join(map(str, sorted(candidate_steps)))
-        chosen = ",".join(map(str, sorted(steps)))
+        wanted = ",".join(map(str, candidate_steps))
         raise ConfigError(
-            f"{section}candidate_steps={wanted}, but the engine at {url} chooses among {chosen}; expected it to be "
-            f"started with --candidate-steps {wanted}"
+            f"candidate_steps={wanted}, but the engine at {url} chooses among {sorted(steps)}; "
+            f"expected it to be started with --candidate-steps {wanted}"
         )
 
 
-def describe_drafter(model: str, drafter: str) -> dict[str, Any]:
-    """Return what an engine's `describe` says of the EAGLE-3 drafter in the directory `drafter`.
-
-    An engine fixes the layers that the drafter reads, and the tokens that it drafts, when it starts. A push changes
-    neither.
-    """
-    hf_config, tensors = read_model(model, drafter)
-    typed = check_drafter_config(hf_config[DRAFTER], drafter)
-    taps = typed.taps(hf_config["num_hidden_layers"])
-    return {"taps": list(taps), "words": fingerprint(words(tensors, hf_config))}
-
-
 def check_served_drafter(described: Mapping[str, Any], model: str, drafter: str) -> None:
-    """Raise ConfigError for an engine whose drafter reads other layers or drafts other tokens: no push can tell.
+    """Raise ConfigError for an engine whose drafter reads other layers or drafts other tokens.
+
+    An engine fixes both when it starts, and no push changes them.
 
     described  what engines' `describe` returned, by URL
     drafter    directory of the EAGLE-3 drafter; "": none
     """
-    expected = describe_drafter(model, drafter) if drafter else {}
+    expected: dict[str, Any] = {}
+    if drafter:
+        hf_config, tensors = read_model(model, drafter)
+        typed = check_drafter_config(hf_config[DRAFTER], drafter)
+        expected["taps"] = list(typed.taps(hf_config["num_hidden_layers"]))
+        expected["words"] = fingerprint(words(tensors, hf_config))
     for url, engine in described.items():
         served = engine.get("eagle3", {})
         if served != expected:
@@ -321,12 +309,7 @@ def _read_memory_of_rank_0(layout: GpuLayout) -> bool:
     return all(torch.cuda.can_device_access_peer(visible.index(card), of_rank_0) for card in others)
 
 
-def embedded(config: Config) -> EmbeddedEngine:
-    """Build an embedded engine in this process. See `embedded_of`."""
-    return embedded_of(EmbeddedEngine, config)
-
-
-def embedded_of(kind: Callable[..., Engine], config: Config) -> Engine:
+def embedded(config: Config, kind: type[EmbeddedEngine] = EmbeddedEngine) -> Any:
     """Build an embedded engine of the class `kind` in this process.
 
     Raises ConfigError for a model that the engine does not run.

@@ -188,7 +188,7 @@ def test_models_and_engines_that_do_not_fit_are_refused(model):
     policy = train.load_policy(model)
     with pytest.raises(ConfigError, match="verifier=target_only, but the engine at here .* --verifier position_keyed"):
         beside(policy, model, verifier="target_only")
-    with pytest.raises(ConfigError, match="candidate_steps=0,1, .* chooses among 0,1,3"):
+    with pytest.raises(ConfigError, match="candidate_steps=0,1, .* chooses among .0, 1, 3."):
         beside(policy, model, candidate_steps=(0, 1))
     with pytest.raises(ConfigError, match="drafter.vocabulary=8 acts in `rlspec train` only"):
         beside(policy, model, drafter=DrafterConfig(vocabulary=8))

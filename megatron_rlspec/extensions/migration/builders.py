@@ -26,7 +26,7 @@ from megatron_rlspec.rollout.start import (
     EmbeddedEngines,
     Kind,
     ServedEngines,
-    embedded_of,
+    embedded,
 )
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.roofline import Roofline
@@ -86,7 +86,7 @@ def member(config: Config) -> Member:
     """Return this rank's part of the fleet of embedded engines. All ranks call it."""
     hf_config = files.read_json(Path(config.model.path) / "config.json")
     ranks = Ranks()
-    engine = embedded_of(MigratableEmbeddedEngine, config)
+    engine = embedded(config, MigratableEmbeddedEngine)
     sizes = None
     groups = Groups()
     for tp in config.tail.tp[1:]:
