@@ -163,39 +163,6 @@ def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
         release.set()
 
 
-def test_a_conversation_takes_one_turn_at_a_time(model):
-    """A reply beside another one would be of a text that its sample does not have."""
-    said, begun, seen = [], threading.Event(), threading.Event()
-
-    class Waiting:
-        def __init__(self, engine):
-            self.engine = engine
-
-        def generate(self, requests, sampling):
-            begun.set()
-            seen.wait()
-            return self.engine.generate(requests, sampling)
-
-        def abort(self, request_ids):
-            pass
-
-    def two_threads(conversation):
-        threading.Thread(target=conversation.reply, kwargs={"max_new_tokens": 3}, daemon=True).start()
-        begun.wait()
-        for turn in (conversation.reply, lambda: conversation.append("AB")):
-            with pytest.raises(RuntimeError, match="goes on in another thread"):
-                turn()
-            said.append(turn)
-
-    engine = Waiting(oracle.engine_of(*model, K3))
-    try:
-        with pytest.raises(ConfigError, match="returned while a thread of it waits for a reply"):
-            Conversations(two_threads, EnginePool({"a": engine}), Letters()).draw(oracle.requests(PROMPTS[:1]), LONG)
-    finally:
-        seen.set()
-    assert len(said) == 2
-
-
 class Lost:
     """An engine that fails after its first answer. Two tokens of the second one are known."""
 
