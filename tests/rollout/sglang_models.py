@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,12 +59,10 @@ def engine(
     folder: Path,
     tp: int,
     ep: int = 1,
-    device: str = "cpu",
     fused: int = 0,
-    only: Sequence[int] = (),
     eagle3_config: Mapping[str, Any] | None = None,
 ) -> list[Rank]:
-    """Build target and drafter of every rank, or of `only` those.
+    """Build target and drafter of every rank.
 
     `fused`: shared experts that stand among the routed ones, as on a GPU. `eagle3_config`: that of an EAGLE-3 drafter.
     """
@@ -76,12 +74,10 @@ def engine(
         entries = importlib.import_module(f"sglang.srt.models.{name}").EntryClass
         for entry in entries if isinstance(entries, list) else [entries]:
             ModelRegistry.models[entry.__name__] = entry
-    return [_rank(config, folder, tp, ep, rank, device, fused, bool(eagle3_config)) for rank in only or range(tp)]
+    return [_rank(config, folder, tp, ep, rank, fused, bool(eagle3_config)) for rank in range(tp)]
 
 
-def _rank(
-    config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, device: str, fused: int, apart: bool
-) -> Rank:
+def _rank(config: Mapping[str, Any], folder: Path, tp: int, ep: int, rank: int, fused: int, apart: bool) -> Rank:
     drafts = apart or bool(config.get("num_nextn_predict_layers"))
     speculative: dict[str, Any] = {"speculative_algorithm": "EAGLE"} if drafts else {}
     if apart:
@@ -100,8 +96,8 @@ def _rank(
     context = runtime_context.create_context(arguments, role="scheduler", ranks=place)
     with runtime_context.use_context(context):
         context.parallel.override_permanently(**_groups(context.parallel))
-        target = _build(arguments, device, False, fused)
-        drafter = _build(arguments, device, True, fused) if drafts else None
+        target = _build(arguments, False, fused)
+        drafter = _build(arguments, True, fused) if drafts else None
         if drafter is not None:
             embedding, head = target.get_embed_and_head()
             with _no_gpu_to_wait_for():
@@ -111,7 +107,7 @@ def _rank(
     return Rank(context, target, drafter)
 
 
-def _build(arguments: ServerArgs, device: str, draft: bool, fused: int) -> nn.Module:
+def _build(arguments: ServerArgs, draft: bool, fused: int) -> nn.Module:
     path = arguments.speculative_draft_model_path if draft else None
     model_config = ModelConfig.from_server_args(arguments, model_path=path, is_draft_model=draft)
     resolve = loader.resolve_shared_experts_config
@@ -122,7 +118,7 @@ def _build(arguments: ServerArgs, device: str, draft: bool, fused: int) -> nn.Mo
     loader.resolve_shared_experts_config = resolved
     scope = draft_model_build_scope() if draft else contextlib.nullcontext()
     try:
-        with torch.device(device), loader.set_default_torch_dtype(model_config.dtype), scope:
+        with loader.set_default_torch_dtype(model_config.dtype), scope:
             return loader._initialize_model(model_config, loader.LoadConfig()).requires_grad_(False)
     finally:
         loader.resolve_shared_experts_config = resolve

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import json
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,14 +21,10 @@ import tiny_mimo
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from test_pushed_families import checkpoint, config_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
-from transformers import PreTrainedTokenizerFast
 
-from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.host.ports import ENGINES, free_port
-from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import SpecConfig
@@ -262,35 +254,6 @@ def test_an_abort_keeps_the_others(server: Server) -> None:
     assert answers[0]["output_ids"] == alone
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="sglang_router")
-def test_a_router_before_it(server: Server) -> None:
-    port = free_port(ENGINES)
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", server.engine.url]
-    with open(server.folder / "router", "w") as log:
-        router = subprocess.Popen([*command, "--host=127.0.0.1", f"--port={port}"], stdout=log, stderr=log)
-    end = time.monotonic() + 90
-    before_it = Server(SGLangEngine(f"http://127.0.0.1:{port}"), server.folder)
-    try:
-        while not routes(before_it):
-            assert router.poll() is None and time.monotonic() < end, (server.folder / "router").read_text()[-3000:]
-            time.sleep(0.2)
-        assert before_it.generate()["output_ids"] == server.generate()["output_ids"]
-        asked = {"model": "default", "max_tokens": 8, "prompt": "Hello", "seed": 7}
-        routed, direct = (one.post("v1/completions", asked).json()["choices"] for one in (before_it, server))
-        assert routed == direct
-    finally:
-        router.terminate()
-        router.wait()
-
-
-def routes(server: Server) -> bool:
-    try:
-        server.generate(1)
-    except (requests.ConnectionError, AssertionError):  # the router does not listen, or has not found the server
-        return False
-    return True
-
-
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 
 
@@ -299,32 +262,3 @@ SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}},
 def test_drafts_change_no_text_under_a_grammar(server: Server, grammar: dict[str, str]) -> None:
     sampling: dict[str, Any] = {**grammar, "ignore_eos": False}
     assert text_and_drafts(server, **sampling) == (without_drafts(server, **sampling), True)
-
-
-SERVER = Path(__file__).parent.parent.parent / "examples/smollm2/plain_server.py"
-CONTENT = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({character: i for i, character in enumerate([*alphabet, "<|end|>"])}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", chat_template=CONTENT)
-
-
-@pytest.mark.slow
-def test_sglangs_own_server_takes_the_directory(tmp_path):
-    sizes = {"head_dim": 8, "vocab_size": 257, "eos_token_id": 256}  # SGLang on a CPU: head_dim is hidden_size / heads
-    config = config_of("LlamaForCausalLM", tie_word_embeddings=True, **sizes)
-    write_hf(tmp_path / "llama", config, checkpoint(config, tmp_path / "names"))
-    tokenizer().save_pretrained(tmp_path / "llama")
-    convert(plan(tmp_path / "llama", tmp_path / "model", add_mtp=True, to="hf"))
-    ended = subprocess.run(
-        [sys.executable, str(SERVER), str(tmp_path / "model")], capture_output=True, text=True, timeout=280
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    assert "NEXTN with 3 drafts: 'Ask one question about a garden.' -> " in ended.stdout
-    found = re.search(r"64 tokens in (\d+) rounds", ended.stdout)
-    assert found and 16 <= int(found[1]) <= 64

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,24 +25,16 @@ from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); print('SGLang goes on')"
-OTHER = "from megatron_rlspec.rollout.sglang.scheduler import versions; versions.version = lambda name: '0.5.20'"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("value", "before", "told"),
-    [
-        ('{"verifer": "target_only"}', "", "verifer: "),
-        ("1", OTHER, "this SGLang is 0.5.20; expected 0.5.15.post1 to 0.5.19, or 0.5.23 or later"),
-    ],
-)
-def test_a_plugin_that_cannot_register_ends_the_process(value: str, before: str, told: str) -> None:
-    environment = os.environ | {"RLSPEC_SGLANG": value}
-    command = [sys.executable, "-W", "ignore", "-c", f"{before}\n{LOAD}"]
+def test_a_plugin_that_cannot_register_ends_the_process() -> None:
+    environment = os.environ | {"RLSPEC_SGLANG": '{"verifer": "target_only"}'}
+    command = [sys.executable, "-W", "ignore", "-c", LOAD]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "SGLang goes on" not in done.stdout
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("rlspec: RLSPEC_SGLANG is set, but the plugin cannot register: ") and told in line
+    assert line.startswith("rlspec: RLSPEC_SGLANG is set, but the plugin cannot register: ") and "verifer: " in line
     assert "Traceback" not in done.stderr
 
 
@@ -52,7 +43,6 @@ def test_a_plugin_that_cannot_register_ends_the_process(value: str, before: str,
     ("options", "told"),
     [
         (["--disaggregation-mode", "prefill"], "engines that prefill and decode apart"),
-        (["--dp-size", "2"], "engines whose ranks attend to requests of their own"),
         (["--attn-dp-size", "2", "--tp", "2"], "engines whose ranks attend to requests of their own"),
     ],
 )
@@ -134,10 +124,10 @@ ADAPTIVE = ["--spec", "adaptive", "--candidate-steps", "0,1,2", "--drafts", "arg
 
 
 @contextmanager
-def served(model: Path, folder: Path, ranks: int = 1) -> Iterator[SGLangEngine]:
-    cores = "|".join(ranks * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
+def served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
+    cores = "|".join(2 * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": cores}
-    arguments = [*SERVE, *ADAPTIVE, "--tp", str(ranks)]
+    arguments = [*SERVE, *ADAPTIVE, "--tp", "2"]
     with launch(model, folder / "log", arguments=arguments, environment=environment) as process:
         yield SGLangEngine.of(process.wait(), timeout=300)
 
@@ -149,11 +139,8 @@ def plain_served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
         yield engine
 
 
-STARTS = [served, partial(served, ranks=2), plain_served]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("start", STARTS, ids=["rlspec serve", "two ranks", "plain server"])
+@pytest.mark.parametrize("start", [served, plain_served], ids=["two ranks", "plain server"])
 def test_refused_drafts_are_off_without_a_rule_given(start, tmp_path: Path) -> None:
     model = tiny_mimo.write(tmp_path / "model", CONFIG, tiny_mimo.weights(CONFIG))
     asked = [Request(f"r-{i}.", Prompt(i, np.arange(1, 9)), i) for i in range(8)]

@@ -19,7 +19,6 @@ import megatron_rlspec.rollout.sglang as ours
 from megatron_rlspec.rollout.sglang import schemas
 from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, read_entries
 from megatron_rlspec.rollout.sglang.schemas import (
-    GenerateBody,
     Refusal,
     RequestBody,
     SamplingBody,
@@ -192,24 +191,3 @@ def test_an_aborted_sample_keeps_the_tokens_of_its_log_probs(routes: dict[str, A
     [line] = asyncio.run(lines())
     assert line["output_ids"] == [0, 1, 2, 3, 4] and line["logprobs"] == [-1.0] * 5
     assert line["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-def test_samples_are_streamed_only_if_the_last_answer_is_whole(routes: dict[str, Any], incremental: bool) -> None:
-    tokenizer = Tokenizer([])
-    tokenizer.server_args.incremental_streaming_output = incremental
-    given(routes, tokenizer)
-    streamed = []
-
-    async def parsed(request: None, schema: type) -> GenerateBody:
-        return GenerateBody(requests=[asked()], progress=True)
-
-    async def may_generate() -> None:
-        pass
-
-    names = routes["generate"].__globals__
-    names["parsed"], names["weight_routes"].may_generate = parsed, may_generate
-    names["_position_keyed"] = lambda: True
-    names["_lines"] = lambda requests, finished, progress: streamed.append(progress) or iter(())
-    asyncio.run(routes["generate"](None))
-    assert streamed == [not incremental]

@@ -443,9 +443,6 @@ def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) ->
     # What is known of a sample if its engine is lost.
     assert len(lines) > 2 and {line["version"] for line in lines if "drawn" in line} == {"7"}
     engine.update_weights(0, WEIGHTS.items())
-    pool = EnginePool({"first": engine, "plain": engines["plain"]})
-    with pytest.raises(EngineError, match="tensors differ"):  # the plain engine holds no drafter
-        pool.fingerprints()
 
 
 def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) -> None:
@@ -460,20 +457,6 @@ def test_samples_continue_under_new_weights(engines: dict[str, SGLangEngine]) ->
     assert len(done) == 2
     engine.update_weights(0, WEIGHTS.items())
     engine.set_config(k(3))
-
-
-@pytest.mark.slow
-def test_a_failed_update_stops_the_engine_until_one_succeeds(engines: dict[str, SGLangEngine]) -> None:
-    engine = engines["unkeyed"]
-    name = "model.layers.0.self_attn.o_proj.weight"
-    with pytest.raises(EngineError, match=rf"{name} is \[3, 3\], but the engine's is \[64, 64\]$"):
-        engine.update_weights(1, (WEIGHTS | {name: torch.zeros(3, 3)}).items())
-    with pytest.raises(EngineError, match=r"no tensor model.norm.weigth; did you mean model.norm.weight\?$"):
-        engine.update_weights(1, [("model.norm.weigth", torch.zeros(64))])
-    with pytest.raises(EngineError, match="serves nothing since a failed weight update"):
-        engine.generate(requests(1), SAMPLINGS["T=1"])
-    engine.update_weights(2, WEIGHTS.items())
-    assert engine.generate(requests(1), SAMPLINGS["T=1"])[0].policy_versions[0][0] == 2
 
 
 def test_abort(engines: dict[str, SGLangEngine]) -> None:
@@ -731,12 +714,11 @@ def fresh(n: int, tag: str, first: int) -> list[Request]:
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("name", ["adaptive", pytest.param("unkeyed", marks=pytest.mark.slow)])
-def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine], name: str) -> None:
+def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
     """The round that an abort waits for can hold a stop token, and tokens after it; then the sample has ended."""
     stops = (2, *range(3, 160, 8))  # 2 ends every text
     sampling = Sampling(max_new_tokens=400, stop_token_ids=stops)
-    engine = engines[name]
+    engine = engines["adaptive"]
     samples: list[Sample] = []
     for seed in range(9300, 9800, 100):  # on a busy machine all may end before the first one is asked to leave
         asked = fresh(32, f"ends{seed}", seed)

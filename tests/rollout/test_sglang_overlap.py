@@ -136,7 +136,7 @@ def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(
 def test_an_aborted_sample_holds_no_token_after_its_end(engines: Engines) -> None:
     engine = engines["adaptive"]
     engine.set_config(k(3))
-    same.test_an_aborted_sample_holds_no_token_after_its_end({"adaptive": engine}, "adaptive")
+    same.test_an_aborted_sample_holds_no_token_after_its_end({"adaptive": engine})
 
 
 def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: Engines) -> None:
