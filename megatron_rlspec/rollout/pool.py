@@ -104,13 +104,8 @@ class EnginePool:
         by_engine = self.everywhere(lambda engine: engine.fingerprints())
         first_name, first = next(iter(by_engine.items()))
         for name, other in by_engine.items():
-            # (tensor, fingerprint) pairs that one of the two engines has alone
-            different = sorted(tensor for tensor, _ in first.items() ^ other.items())
-            if different:
-                number = len(set(different))
-                raise EngineError(
-                    f"{name}: {number} tensors differ from {first_name}: {different[0]}"
-                )
+            if other != first:
+                raise EngineError(f"{name}: it holds other weights than {first_name}")
         return first
 
     def close(self) -> None:

@@ -226,24 +226,6 @@ def test_order_groups_and_balance(in_flight: int) -> None:
         assert {len(e.drawn) for e in engines} == {40}
 
 
-def test_a_fast_engine_gets_more_requests() -> None:
-    most = threading.Event()
-
-    class Slow(Engine):
-        def generate(self, *args: object) -> list[Sample]:
-            assert most.wait(60)
-            return super().generate(*args)
-
-    def count(sample: Sample) -> None:
-        if len(fast.drawn) == 60:
-            most.set()
-
-    slow = Slow("slow")
-    fast = Engine("fast")
-    EnginePool(named([slow, fast]), in_flight=4).generate(requests(20), SAMPLING, count)
-    assert len(slow.drawn) >= 4
-
-
 @pytest.mark.parametrize("in_flight", [0, 8])
 def test_no_sample_is_lost_or_doubled_when_an_engine_dies(in_flight: int) -> None:
     dying = Engine("dying", dies_after=7)
@@ -300,7 +282,7 @@ def test_an_engine_that_refuses_what_another_takes_is_left_out() -> None:
 
 def test_engines_must_hold_the_same_weights() -> None:
     assert EnginePool(named([Engine("a"), Engine("b")])).fingerprints() == {"w": 1}
-    with pytest.raises(EngineError, match="other: 1 tensors differ from a: w"):
+    with pytest.raises(EngineError, match="other: it holds other weights than a"):
         EnginePool(named([Engine("a"), Engine("other")])).fingerprints()
 
 
@@ -348,16 +330,6 @@ def test_an_engine_that_cannot_start_is_reported_and_others_are_awaited():
         found = answer.result()
     assert found["good"] == "good" and str(found["bad"]) == "bad: no memory"
     assert not restarts.pending
-
-
-def test_another_error_is_raised():
-    def start(name, number):
-        raise TypeError("a programmer's mistake")
-
-    restarts = Restarts(start, 1)
-    restarts.lost("a")
-    with pytest.raises(TypeError, match="a programmer's mistake"):
-        restarts.back(block=True)
 
 
 def test_the_end_of_a_run_ends_the_pauses():
