@@ -68,7 +68,7 @@ class Conversation:
         self._tokens: list[int] = []
         self._trained: list[bool] = []
         self._logprobs: list[float] = []
-        self._spans: list[tuple[int, int, int]] = []
+        self._versions: list[tuple[int, int]] = []  # version, its first token
         self._accepted: list[int] = []
         self._drafted: list[tuple[int, int]] = []
         # when the function went on; None while an engine replies
@@ -150,27 +150,24 @@ class Conversation:
         self._tokens += drawn.response.tolist()
         self._trained += [True] * len(drawn.response)
         self._logprobs += drawn.behaviour_logprobs[drawn.prompt_len :].tolist()
-        for version, first, last in drawn.policy_versions:
-            self._spans.append((version, start + first, start + last))
+        for version, first, _ in drawn.policy_versions:
+            if not self._versions or self._versions[-1][0] != version:
+                self._versions.append((version, start + first))
         for first, last in drawn.accepted_spans:
             self._drafted.append((start + first, start + last))
         self._accepted = pooled([self._accepted, drawn.accepted]).tolist()
 
     def sample(self) -> Sample:
         """Return the sample of all turns. Tokens that the policy did not write get the version of a reply beside."""
-        versions: list[tuple[int, int, int]] = []
-        for version, first, _ in self._spans:
-            if not versions:
-                versions.append((version, 0, len(self._tokens)))
-            elif version != versions[-1][0]:
-                before, start, _ = versions[-1]
-                versions[-1] = (before, start, first)
-                versions.append((version, first, len(self._tokens)))
+        spans: list[tuple[int, int, int]] = []
+        ends = [first for _, first in self._versions[1:]] + [len(self._tokens)]
+        for (version, first), end in zip(self._versions, ends, strict=False):
+            spans.append((version, first if spans else 0, end))
         sample = self._request.sample(
             self._status,
             self._tokens,
             self._logprobs,
-            policy_versions=tuple(versions),
+            policy_versions=tuple(spans),
             accepted=tuple(self._accepted),
             accepted_spans=tuple(self._drafted),
         )
