@@ -3,8 +3,7 @@
 The environment variable `RLSPEC_CPU_EMULATES` of `emulating_serve.py` names the parts, with commas between them:
 
 - `overlap`: the overlap scheduler, SGLang's default on GPUs. The results of a round are processed after the next round
-  was launched. SGLang turns it off for speculation on CPUs (`arg_groups/speculative_hook.py`). Lengths that the host
-  knows (`known_lengths.py`) are compared with the device's, and the log counts them.
+  was launched. SGLang turns it off for speculation on CPUs (`arg_groups/speculative_hook.py`).
 - `graphs`: SGLang's runner of CUDA graphs and its FlashAttention run the target (`emulated_graphs.py`). The outputs of
   a pass are views of buffers that the next pass of the same model overwrites. They hold NaN meanwhile, so that a late
   reader is seen.
@@ -30,10 +29,9 @@ import torch
 
 from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
-from megatron_rlspec.rollout.sglang.scheduler import known_lengths, ragged
+from megatron_rlspec.rollout.sglang.scheduler import ragged
 
 VARIABLE = "RLSPEC_CPU_EMULATES"
-KNOWN = "rlspec: the host knew the lengths of ten more rounds"  # in the log
 PARTS = ("overlap", "graphs", "device_lengths")
 
 
@@ -83,31 +81,6 @@ def _allow_overlap() -> None:
 
     speculative_hook._disable_overlap_schedule_for_cpu = lambda server_args: None
     overlap_utils.gather_spec_extras = gather_rows
-    _compare_known_lengths()
-
-
-def _compare_known_lengths() -> None:
-    resolve = known_lengths.known_lengths.resolve
-    count = 0
-
-    def compared(original: Callable, futures: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal count
-        read = False
-
-        def reading(*inner: Any, **options: Any) -> None:
-            nonlocal read
-            read = futures.needs_cpu_seq_lens
-            original(*inner, **options)
-
-        resolve(reading, futures, batch, *args, **kwargs)
-        if futures.needs_cpu_seq_lens and not read:
-            assert batch.seq_lens_cpu.tolist() == batch.seq_lens.tolist(), "the host knows other lengths"
-            assert batch.seq_lens_sum == int(batch.seq_lens.sum())
-            count += 1
-            if count % 10 == 0:
-                print(KNOWN, flush=True)
-
-    known_lengths.known_lengths.resolve = compared  # type: ignore[method-assign]
 
 
 def gather_rows(indices: torch.Tensor, *buffers: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

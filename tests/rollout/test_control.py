@@ -114,7 +114,7 @@ def test_answers_of_data_parallel_ranks_are_merged():
     "arguments", [{"enable_dp_attention": True, "dp_size": 2}, {"enable_dp_attention": False, "attn_dp_size": 2}]
 )
 def test_weights_under_attention_data_parallelism_are_checked_by_delivery(arguments, monkeypatch):
-    monkeypatch.setattr(served_weights, "_parallel", lambda: SimpleNamespace(pp_size=1))
+    monkeypatch.setattr(served_weights, "parallel", lambda: SimpleNamespace(pp_size=1))
     given = {"dp_size": 1, "enable_eplb": False, "ep_num_redundant_experts": 0} | arguments
     with pytest.raises(served_weights.UnnamedError, match="under attention data parallelism"):
         list(served_weights.of_scheduler(SimpleNamespace(server_args=SimpleNamespace(**given))))

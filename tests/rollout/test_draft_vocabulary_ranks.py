@@ -43,7 +43,7 @@ def heads_of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
 
     group = SimpleNamespace(world_size=RANKS, rank_in_group=rank, all_reduce=all_reduce)
     drafter = drafter_of(HEAD.chunk(RANKS)[rank], FIRST)
-    with mock.patch.object(draft_vocabulary, "_tensor_group", lambda: group):
+    with mock.patch.object(draft_vocabulary, "parallel", lambda: SimpleNamespace(tp_group=group)):
         draft_vocabulary._init_head(None, drafter)
         first = drafter.draft_runner.model.lm_head.weight.clone()
         draft_vocabulary.renew(SimpleNamespace(draft_worker=drafter), LATER)

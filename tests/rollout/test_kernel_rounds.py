@@ -31,7 +31,7 @@ def sampler(sglang_models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Modul
 
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     group = SimpleNamespace(world_size=1)
-    monkeypatch.setattr(verifier.versions.Sglang0523, "tensor_group", lambda self: group)
+    monkeypatch.setattr(verifier, "parallel", lambda: SimpleNamespace(tp_group=group))
     monkeypatch.setattr(
         sampler, "get_exec", lambda: SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
     )

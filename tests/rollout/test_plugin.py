@@ -20,9 +20,8 @@ from megatron_rlspec.noise import murmur3
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.scheduler import versions
-from megatron_rlspec.rollout.sglang.scheduler.metrics import RoundCounters
 from megatron_rlspec.rollout.sglang.settings import Settings
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
+from megatron_rlspec.types import Prompt, Request, Sampling
 
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); print('SGLang goes on')"
 
@@ -65,19 +64,6 @@ def test_settings_that_do_not_exist_are_refused(value: str, told: str, monkeypat
     monkeypatch.setenv("RLSPEC_SGLANG", value)
     with pytest.raises(ValueError, match=told):
         Settings.from_environment()
-
-
-def test_rounds_are_counted_by_their_drafts() -> None:
-    client = pytest.importorskip("prometheus_client")  # SGLang needs it for /metrics only
-    counters = RoundCounters()
-    counters.add(SpecConfig(2), np.array([0, 2]), 3)
-    counters.add(SpecConfig(2), np.array([1]), 2)
-    counters.add(OFF, np.array([0, 0, 0]), 0)
-    value = client.REGISTRY.get_sample_value
-    assert value("sglang:rlspec_rounds_total", {"drafts": "2"}) == 2
-    assert value("sglang:rlspec_rounds_total", {"drafts": "off"}) == 1
-    assert value("sglang:rlspec_drafts_total") == 6 and value("sglang:rlspec_verified_drafts_total") == 5
-    assert value("sglang:rlspec_accepted_drafts_total") == 3
 
 
 @pytest.mark.parametrize(

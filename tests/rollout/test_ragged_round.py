@@ -42,7 +42,7 @@ def begun(selection: Selection, drafts: int, graphs: tuple[int, ...] = ()) -> ra
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(world_size=1)
-    monkeypatch.setattr(ragged.versions, "installed", lambda: SimpleNamespace(tensor_group=lambda: group))
+    monkeypatch.setattr(ragged, "parallel", lambda: SimpleNamespace(tp_group=group))
 
 
 @pytest.mark.parametrize("drafts", [10, 60, BATCH * STEPS])

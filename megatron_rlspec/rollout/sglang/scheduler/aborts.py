@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_rlspec.rollout.sglang.scheduler.versions import Hook
+from typing import Any
 
 
-def hooks() -> Iterator[Hook]:
+def hooks() -> Iterator[tuple[str, Callable, str]]:
     """Yield the hook on SGLang's check for the end of a sample."""
     yield "sglang.srt.managers.schedule_batch.Req.update_finish_state", end_first, "AROUND"
 

@@ -21,8 +21,6 @@ from megatron_rlspec.rollout.sglang.schemas import HandleBody
 
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
 _MAGIC = b"rlspec-handle"
-# bytes of memory that stay between pushes: new pages take longer than the copy into them
-_KEPT = 2 << 30
 
 
 def of_handle(asked: HandleBody) -> bytes:
@@ -51,23 +49,4 @@ def _on_device(bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a bucket in CPU memory on the engine's device."""
     if device.type != "cuda":
         return bucket
-    return landing(bucket.numel()).copy_(bucket).to(device)
-
-
-class _Landing:
-    """Pinned memory of this process for copies to the device."""
-
-    def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8)
-
-    def __call__(self, size: int) -> torch.Tensor:
-        """Return so many bytes. The next call gives the same ones."""
-        landed = self._kept
-        if size > landed.numel():
-            landed = torch.empty(size, dtype=torch.uint8).pin_memory()
-        if size <= _KEPT:
-            self._kept = landed
-        return landed[:size]
-
-
-landing = _Landing()
+    return bucket.pin_memory().to(device)

@@ -28,7 +28,6 @@ from megatron_rlspec.rollout.sglang.scheduler import (
     decisions,
     draft_vocabulary,
     eagle3,
-    metrics,
     prefix_tree,
     shared_times,
     stop_strings,
@@ -56,7 +55,6 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
     def start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.rlspec_settings = settings
         _watch_loaders(scheduler)
-        metrics.start(scheduler)
         logger.info("rlspec: %s", in_force(_describe(scheduler)))
 
     yield "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", _handle, "AROUND"
@@ -343,12 +341,9 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     requests = np.array(running, int)
     counted = np.array(accepted)[requests]
     verified = ran.drafts(requests)
-    drafts = int(verified.sum())
     if_all = decisions.decider.observe(ran, counted, verified, requests)
-    if metrics.counters is not None:
-        metrics.counters.add(ran.config, counted, drafts)
     last = all(request.finished() for request in batch.reqs)
-    ms = rounds.observe(ran, counted, drafts, len(accepted), last, if_all)
+    ms = rounds.observe(ran, counted, int(verified.sum()), len(accepted), last, if_all)
     if ms is not None:
         decisions.decider.timed(ran, len(accepted), ms)
     return returned

@@ -29,7 +29,6 @@ from sglang.srt.speculative import adaptive_runtime_state
 from megatron_rlspec.rollout.sglang.scheduler import decisions, plain_round, ragged, versions
 from megatron_rlspec.rollout.sglang.scheduler.decisions import DecodeRound
 from megatron_rlspec.rollout.sglang.scheduler.drafter_gap import DrafterGap
-from megatron_rlspec.rollout.sglang.scheduler.known_lengths import known_lengths
 from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
 from megatron_rlspec.types import OFF, SpecConfig
 
@@ -143,8 +142,6 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
                 self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
         self._decide(len(batch.reqs))
-        if self._config.off:
-            known_lengths.after_off(batch)
         if self._config.off and self._plain and plain_round.possible(self.worker):
             result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
             self._leave_out(batch, result, hidden, tokens)
@@ -161,8 +158,9 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         chosen = ragged.present.chosen
         if chosen is None:
             return None, None
-        to_host = versions.installed().to_host
-        return to_host(chosen.logq), to_host(chosen.lengths)
+        from sglang.srt.utils.common import async_d2h
+
+        return async_d2h(chosen.logq), async_d2h(chosen.lengths)
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
         if self._config.off or self._drafting is not None:

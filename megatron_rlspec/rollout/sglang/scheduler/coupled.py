@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.kernels import chosen
-from megatron_rlspec.noise import draw, noisy
+from megatron_rlspec.noise import draw
 from megatron_rlspec.rollout.sglang.scheduler import decisions, ragged
 from megatron_rlspec.rollout.sglang.scheduler.verifier import limited
 from megatron_rlspec.rollout.sglang.settings import Settings
@@ -169,13 +169,12 @@ class CoupledDrafts:
     def _buffers_for(self, rows: int, like: _Rows) -> _Rows:
         if self._buffers is None:
             rows = max(rows, self.drafter.draft_runner.max_running_requests)
-            device = like.temperatures.device
-            self._logq = torch.zeros(rows, MOST_DRAFTS - 1, device=device)
+            self._logq = like.temperatures.new_zeros(rows, MOST_DRAFTS - 1)
             self._buffers = _Rows(
-                torch.zeros(rows, dtype=torch.int64, device=device),
-                torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
-                torch.ones(rows, dtype=like.top_ks.dtype, device=device),
-                torch.ones(rows, 1, dtype=like.temperatures.dtype, device=device),
+                like.temperatures.new_zeros(rows, dtype=torch.int64),
+                like.temperatures.new_ones(rows, 1),
+                like.top_ks.new_ones(rows),
+                like.temperatures.new_ones(rows, 1),
             )
         return self._buffers
 
@@ -200,13 +199,6 @@ class CoupledDrafts:
             min_ps = info.min_ps if info.need_min_p_sampling else None
             logq = filtered(logq.exp(), info.top_ks, info.top_ps, min_ps).log()
         logq = logq * rows.sharpness
-        if not logits.is_cuda:
-            drafts = draw(logq, rows.seeds, keys, words)[:, None]
-        elif words is None:
-            from sglang.srt.layers.sampler import multinomial_with_seed  # compiled
-
-            drafts = multinomial_with_seed(logq, rows.seeds, keys)
-        else:  # `draw` waits for the device, which a CUDA graph cannot
-            drafts = noisy(logq, rows.seeds, keys, words).argmax(-1, keepdim=True)
+        drafts = draw(logq, rows.seeds, keys, words)[:, None]
         drafts = torch.where(rows.top_ks[:, None] == 1, logits.argmax(-1, keepdim=True), drafts)
         return drafts, of_all.gather(1, drafts)[:, 0]

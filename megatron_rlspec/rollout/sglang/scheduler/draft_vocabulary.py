@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import load_through
 
@@ -59,13 +60,10 @@ def renew(worker: Any, words: list[int]) -> None:
 
 def _drafter(worker: Any) -> Any:
     """Return SGLang's draft worker if it has a token map, else None. An EAGLE-3 drafter has words of its own."""
-    drafter = getattr(worker, "draft_worker", None)
-    mapped = getattr(drafter, "hot_token_id", None) is not None
-    return (
-        drafter
-        if drafter is not None and mapped and not drafter.speculative_algorithm.is_eagle3()
-        else None
-    )
+    drafter: Any = getattr(worker, "draft_worker", None)
+    if getattr(drafter, "hot_token_id", None) is None:
+        return None
+    return None if drafter.speculative_algorithm.is_eagle3() else drafter
 
 
 def _copy_rows(drafter: Any) -> None:
@@ -75,19 +73,13 @@ def _copy_rows(drafter: Any) -> None:
         drafter.draft_runner.model.lm_head.weight.copy_(_rows(head, drafter.hot_token_id))
 
 
-def _tensor_group() -> Any:
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel().tp_group
-
-
 def _rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the output layer's rows `[S / tp, H]` of the tokens that this rank drafts from. Collective.
 
     head    `[V / tp, H]`, this rank's part
     tokens  `[S]` ids
     """
-    group = _tensor_group()
+    group = parallel().tp_group
     if group.world_size == 1:
         return head[tokens]
     local = tokens - group.rank_in_group * len(head)
@@ -101,7 +93,7 @@ def _rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def _init_head(original: Callable, drafter: Any) -> None:
     """Wrap SGLang's choice of the drafter's head, which indexes the target's rows as if all of them were here."""
     tokens = drafter.hot_token_id
-    if tokens is None or _tensor_group().world_size == 1:
+    if tokens is None or parallel().tp_group.world_size == 1:
         return original(drafter)
     embedding, head = drafter._resolve_shared_embed_and_head()
     drafter.hot_token_id = tokens.to(head.device)

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.stash import (
-    PinnedBuffer,
     Rows,
     SkippedRound,
     Stash,
+    gather,
     split,
 )
 
@@ -63,8 +63,6 @@ class DrafterGap:
         self.every = every
         self.most = most
         self._stash = Stash()
-        self._hidden_buffer = PinnedBuffer()
-        self._token_buffer = PinnedBuffer()
         self._reset()
 
     def _reset(self) -> None:
@@ -188,7 +186,7 @@ class DrafterGap:
         shift = np.array(lengths.tolist())[requests] - ends
 
         device = batch.seq_lens.device
-        tokens = self._token_buffer.gather([rows.tokens for rows in parts], device)
+        tokens = gather([rows.tokens for rows in parts], device)
         # the token after each row: after a request's last one, its newest token
         following = tokens.roll(-1)
         bonus = batch.spec_info.bonus_tokens.to(torch.int64)
@@ -204,7 +202,7 @@ class DrafterGap:
                 requests[here].tolist(),
                 (begins + shift)[here].tolist(),
                 (stops - begins)[here].tolist(),
-                self._hidden_buffer.gather(_between(hidden, first, last), device),
+                gather(_between(hidden, first, last), device),
                 tokens[first:last],
                 following[_on(stops[here] - 1, device)],
             )

@@ -18,7 +18,6 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
         return original(manager, request)
     received: list[Any] = []
     load = target.load_weights
-    replaced = vars(target).get("load_weights")
 
     def keep(weights: Any) -> Any:
         weights = list(weights)
@@ -29,9 +28,7 @@ def load_twice(original: Callable, manager: Any, request: Any) -> Any:
     try:
         result = original(manager, request)
     finally:
-        del target.load_weights
-        if replaced is not None:  # another hook had replaced it
-            target.load_weights = replaced
+        target.load_weights = load
     if result.success:
         drafter.load_weights(received)
     return result

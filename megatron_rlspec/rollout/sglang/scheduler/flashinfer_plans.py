@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from megatron_rlspec.compat.installed import locate
@@ -56,20 +57,12 @@ class Promise:
     def planned(self, original: Callable, backend: str, *args: Any) -> Any:
         """Wrap FlashInfer's look-up of a kernel's functions, which it caches: `plan` keeps the promise."""
         module = original(backend, *args)
-        if backend == "fa2" and not isinstance(module.plan, Planner):
-            module.plan = Planner(module.plan, self)
+        if backend == "fa2" and not isinstance(module.plan, partial):
+            module.plan = partial(self._plan, module.plan)
         return module
 
-
-class Planner:
-    """FlashInfer's planner, which is told of equal rows."""
-
-    def __init__(self, plan: Callable, promise: Promise) -> None:
-        self._plan = plan
-        self._promise = promise
-
-    def __call__(self, *args: Any) -> Any:
-        if self._promise.holds and len(args) == _UNIFORM_Q_LEN + 1 and args[_IN_GRAPH]:
+    def _plan(self, original: Callable, *args: Any) -> Any:
+        if self.holds and len(args) == _UNIFORM_Q_LEN + 1 and args[_IN_GRAPH]:
             starts = args[_ROW_STARTS]
             args = (*args[:_UNIFORM_Q_LEN], int(starts[1] - starts[0]))
-        return self._plan(*args)
+        return original(*args)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler.verifier import only_tokens
 
 
 def possible(worker: Any) -> bool:
@@ -28,8 +29,7 @@ def asks_no_more(batch: Any) -> bool:
         not batch.has_grammar
         and batch.hisparse_coordinator is None
         and batch.mamba_track_indices is None
-        and not any(batch.top_logprobs_nums or ())
-        and not any(ids is not None for ids in batch.token_ids_logprobs or ())
+        and only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
         and batch.spec_info is not None
         and not batch.spec_info.is_verify_input()
     )

@@ -8,7 +8,6 @@ opens itself are not touched.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +31,8 @@ class PushSession:
         yield f"{MANAGER}.update_weights_from_distributed", self.open, "BEFORE"
         yield f"{MANAGER}.update_weights_from_tensor", self.open, "BEFORE"
         yield f"{SCHEDULER}.continue_generation", self.close, "BEFORE"
+        yield f"{SCHEDULER}._record_scheduler_state_for_paused_engine", _sleep, "AFTER"
+        yield f"{UPDATER}._unsupported_derived_weight_cache_error", _once, "AROUND"
 
     def open(self, manager: Any, request: Any) -> None:
         """Open a session before the first tensors, unless one is open."""
@@ -46,20 +47,12 @@ class PushSession:
             self.opened = False
 
 
-def cost_hooks() -> Iterator[tuple[str, Callable, str]]:
-    """Yield hooks that spare a push what SGLang repeats for every bucket, and the CPU of an engine that is paused."""
-    known: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
-
-    def unsupported(original: Callable, model: Any = None) -> str | None:
-        """Walk the model's modules once: SGLang says that the answer is fixed at start-up."""
-        if model is None:
-            return original(model)
-        if model not in known:
-            known[model] = original(model)
-        return known[model]
-
-    yield f"{UPDATER}._unsupported_derived_weight_cache_error", unsupported, "AROUND"
-    yield f"{SCHEDULER}._record_scheduler_state_for_paused_engine", _sleep, "AFTER"
+def _once(original: Callable, model: Any) -> str | None:
+    """Walk the model's modules once, and not for every bucket: SGLang says that the answer is fixed at start-up."""
+    if not hasattr(model, "rlspec_unsupported"):
+        model.rlspec_unsupported = original(model)
+    unsupported: str | None = model.rlspec_unsupported
+    return unsupported
 
 
 def _sleep(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

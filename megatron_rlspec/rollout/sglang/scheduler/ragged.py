@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from megatron_rlspec.rollout.sglang.scheduler import versions
+from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.ragged import CELLS, EXPLORE, LOWEST, Selection
 
@@ -143,7 +143,7 @@ class RaggedRound:
     def choose(self, logq: torch.Tensor) -> None:
         """Choose the likeliest drafts, by log q [B, k]."""
         assert self.drafts is not None
-        group = versions.installed().tensor_group()
+        group = parallel().tp_group
         if group.world_size > 1:
             group.broadcast(logq, src=0)
         batch, steps = logq.shape
@@ -175,6 +175,8 @@ class RaggedRound:
 
         round_  SGLang's `EagleVerifyInput`, which becomes even again
         """
+        from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
         nodes: Any = slice(None)
         if self.chosen is not None:
             nodes = self.chosen.nodes
@@ -197,7 +199,9 @@ class RaggedRound:
         round_.positions = pad(round_.positions[nodes], padding)
         round_.prepared_out_cache_loc = pad(slots[nodes], padding)
         round_.kv_loc_plan = None  # SGLang makes one for these slots
-        round_.ragged_verify_layout = versions.installed().ragged_layout(lengths, tokens)
+        round_.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
+            verify_lens=lengths, graph_num_tokens=tokens
+        )
         try:
             return original(round_, pool, batch, worker)
         finally:

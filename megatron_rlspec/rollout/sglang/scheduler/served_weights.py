@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.push.fingerprint import of_parts, read, unread
+from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 
 _WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
 _ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold
@@ -48,12 +49,23 @@ class TensorPart:
     first: int = 0
     drafter: bool = False
 
-    def placed(self, narrow: torch.dtype | None = None) -> tuple[Tensor, int]:
+    def pushed_as(self, dtype: torch.dtype | None) -> TensorPart:
+        """Return the part in the number type in which it was pushed, if it is exact there; otherwise as it is.
+
+        SGLang stores some tensors in a wider type than that (routers in float32). Waits for a GPU in this case only.
+        """
+        if dtype is None or dtype == self.part.dtype:
+            return self
+        narrow = self.part.to(dtype)
+        exact = torch.equal(narrow.to(self.part.dtype), self.part)
+        return replace(self, part=narrow) if exact else self
+
+    def placed(self) -> tuple[Tensor, int]:
         """Return a tensor and its start, of which `of_parts` makes this part's share of the full tensor's fingerprint.
 
-        `narrow`: convert to this number type. Raises ValueError if a word crosses the part's edge.
+        Raises ValueError if a word crosses the part's edge.
         """
-        part = self.part if narrow is None else self.part.to(narrow)
+        part = self.part
         if tuple(part.shape) == self.shape or not part.numel():
             return part, 0
         if self.dim == 0:
@@ -69,21 +81,9 @@ class TensorPart:
 
 
 def marks_of(held: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -> list[int]:
-    """Return the shares of parts in their tensors' fingerprints, in the number types in which these were pushed.
-
-    SGLang stores some tensors in a wider type than that (routers in float32). A part that is not exact in the pushed
-    type counts in its own. Takes two waits for a GPU.
-    """
-    pairs = zip(held, dtypes, strict=True)
-    narrow = {
-        i: (part.part.to(dtype).to(part.part.dtype) == part.part).all()
-        for i, (part, dtype) in enumerate(pairs)
-        if dtype is not None and dtype != part.part.dtype
-    }
-    exact = dict(
-        zip(narrow, torch.stack(list(narrow.values())).tolist() if narrow else (), strict=True)
-    )
-    return of_parts(part.placed(dtypes[i] if exact.get(i) else None) for i, part in enumerate(held))
+    """Return the shares of parts in their tensors' fingerprints, in the number types in which these were pushed."""
+    pushed = [part.pushed_as(dtype) for part, dtype in zip(held, dtypes, strict=True)]
+    return of_parts(part.placed() for part in pushed)
 
 
 def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
@@ -152,7 +152,7 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
         parts, [(drafter if part.drafter else target).dtypes.get(part.name) for part in parts]
     )
     mine = torch.tensor([[_signed(mark) for mark in shares], [part.first for part in parts]])
-    group = _parallel().tp_group.cpu_group
+    group = parallel().tp_group.cpu_group
     by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(by_rank, mine, group=group)
     marks, firsts = zip(*(rank.tolist() for rank in by_rank), strict=True)
@@ -161,7 +161,7 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
 
 def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     """Yield what this rank's live models hold. Raises UnnamedError."""
-    if _parallel().pp_size > 1:
+    if parallel().pp_size > 1:
         raise UnnamedError(
             "weights of an engine with pipeline parallelism cannot be read; serve with --tp alone"
         )
@@ -277,8 +277,7 @@ def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[Tensor
 
     SGLang may put a shared expert behind the routed ones; its loader takes it under its own name all the same.
     """
-    special = ("use_triton_kernels", "use_flashinfer_trtllm_moe", "use_flashinfer_mxfp4_moe")
-    if any(getattr(module, flag, False) for flag in special):
+    if module.use_triton_kernels or module.use_flashinfer_trtllm_moe:
         raise UnnamedError(
             f"{stem}.experts is laid out for another kernel than SGLang's Triton and CUTLASS ones"
         )
@@ -333,9 +332,3 @@ def _rank(module: Any) -> int:
 
 def _signed(mark: int) -> int:
     return mark - (1 << 64) if mark >> 63 else mark
-
-
-def _parallel() -> Any:
-    from sglang.srt.runtime_context import get_parallel
-
-    return get_parallel()

@@ -1,7 +1,7 @@
 """Keep the drafter's inputs of rounds without drafts in host memory, without holding up the forward passes.
 
-A GPU's rows are copied on a stream of their own into one pinned buffer, and from there a thread copies them into
-ordinary memory. The buffer is allocated once: to pin memory for every copy would take the host as long as the copy.
+A GPU's rows are copied to pinned memory on a stream of their own. From there a thread copies them to ordinary memory.
+torch keeps the pinned memory for the next copy: to pin memory takes the host as long as the copy.
 
 Requests are numbers here. Each request's rows are copies of their own, so they leave memory with the request.
 """
@@ -46,36 +46,20 @@ class Rows:
         return Rows(self.at[first:], self.hidden[first:], self.tokens[first:])
 
 
-class PinnedBuffer:
-    """Memory through which rows go to the device. It grows for more rows, and stays."""
+def gather(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the concatenation of tensors on the device. Some of them may be there already.
 
-    def __init__(self) -> None:
-        self._rows = torch.empty(0)
-        # when the device has read what the buffer holds
-        self._copied: torch.cuda.Event | None = None
-
-    def gather(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the concatenation of tensors on the device. Some of them may be there already.
-
-        The host gathers while the device computes. It waits for the device only before it fills the buffer again.
-        """
-        on_host = [part for part in parts if not part.is_cuda]
-        if device.type != "cuda" or not on_host:
-            return torch.cat(list(parts))
-        moved = iter(self._move(on_host, device).split([len(part) for part in on_host]))
-        return torch.cat([part if part.is_cuda else next(moved) for part in parts])
-
-    def _move(self, parts: list[Tensor], device: torch.device) -> Tensor:
-        count = sum(len(part) for part in parts)
-        if self._copied is not None:
-            self._copied.synchronize()
-        if len(self._rows) < count:
-            shape = (count, *parts[0].shape[1:])
-            self._rows = torch.empty(shape, dtype=parts[0].dtype).pin_memory()
-        torch.cat(parts, out=self._rows[:count])
-        moved = self._rows[:count].to(device, non_blocking=True)
-        self._copied = torch.cuda.current_stream(device).record_event()
-        return moved
+    The host does not wait for the device. torch keeps pinned memory, and uses it again after the copy.
+    """
+    on_host = [part for part in parts if not part.is_cuda]
+    if device.type != "cuda" or not on_host:
+        return torch.cat(list(parts))
+    sizes = [len(part) for part in on_host]
+    shape = (sum(sizes), *on_host[0].shape[1:])
+    pinned = torch.empty(shape, dtype=on_host[0].dtype, pin_memory=True)
+    torch.cat(on_host, out=pinned)
+    moved = iter(pinned.to(device, non_blocking=True).split(sizes))
+    return torch.cat([part if part.is_cuda else next(moved) for part in parts])
 
 
 def split(
@@ -123,10 +107,8 @@ class Stash:
 
     def __init__(self) -> None:
         self._chunks: list[Future[dict[int, Rows]]] = []  # in the order of time
-        self._newest: Future[dict[int, Rows]] | None = None
         # starts its thread when it is first used
         self._thread = ThreadPoolExecutor(1, "rlspec-stash")
-        self._pinned: dict[torch.dtype, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def put(self, rounds: Sequence[SkippedRound]) -> None:
@@ -148,30 +130,20 @@ class Stash:
             tokens, counts = values[: len(rows)], values[len(rows) :]
             return split(rounds, rows, tokens, counts.numpy())
 
-        self._newest = self._thread.submit(finish)
-        self._chunks.append(self._newest)
+        self._chunks.append(self._thread.submit(finish))
 
     def _copy_to_host(
         self, hidden: list[Tensor], numbers: list[Tensor]
     ) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Copy the concatenations into the pinned buffers, on a stream of its own."""
-        if self._newest is not None:
-            self._newest.result()  # it has left the buffers since many rounds
+        """Copy the concatenations into pinned memory, on a stream of its own."""
         device = hidden[0].device
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            staged = [self._stage(torch.cat(parts)) for parts in (hidden, numbers)]
+            staged = [torch.cat(parts).to("cpu", non_blocking=True) for parts in (hidden, numbers)]
         for part in (*hidden, *numbers):
             part.record_stream(self._stream)
         return staged, self._stream.record_event()
-
-    def _stage(self, values: Tensor) -> Tensor:
-        pinned = self._pinned.get(values.dtype)
-        if pinned is None or pinned.numel() < values.numel():
-            pinned = torch.empty(values.numel(), dtype=values.dtype).pin_memory()
-            self._pinned[values.dtype] = pinned
-        return pinned[: values.numel()].view(values.shape).copy_(values, non_blocking=True)
 
     def keep(self, running: Collection[int]) -> None:
         """Drop the rows of all other requests; those that are still being copied, at the next call."""

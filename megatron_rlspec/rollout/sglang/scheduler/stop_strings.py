@@ -8,18 +8,15 @@ the first of the list, not of the text; and a string behind a stop token of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_rlspec.texts import StopStrings
-
-if TYPE_CHECKING:
-    from megatron_rlspec.rollout.sglang.scheduler.versions import Hook
 
 # in a request's `custom_params`: tokens of its response that SGLang has as a part of its input
 BEGUN = "rlspec_begun"
 
 
-def hooks() -> Iterator[Hook]:
+def hooks() -> Iterator[tuple[str, Callable, str]]:
     """Yield the hook on SGLang's search for stop strings."""
     yield "sglang.srt.managers.schedule_batch.Req._check_str_based_finish", ends, "AROUND"
 

@@ -27,6 +27,7 @@ import torch
 
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.rollout.sglang.scheduler import ragged, versions
+from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.token_filter import filtered
 
@@ -93,7 +94,7 @@ def limited(info: Any) -> bool:
     return info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling
 
 
-def _only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
+def only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
     """Whether no request asks for log-probs of other tokens than its own."""
     return not any(top_logprobs_nums or ()) and all(ids is None for ids in token_ids_logprobs or ())
 
@@ -118,7 +119,7 @@ def sample_plain(
         or getattr(info, "sampling_mask_batch_indices", None) is not None  # of SGLang 0.5.23
         or layer.rl_on_policy_target is not None
         or (return_logprob and (SGLANG_RETURN_ORIGINAL_LOGPROB or layer.enable_deterministic))
-        or not _only_tokens(top_logprobs_nums, token_ids_logprobs)
+        or not only_tokens(top_logprobs_nums, token_ids_logprobs)
     )
     if kernel is None or info.is_all_greedy or info.sampling_seed is None or other:
         asked = (return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
@@ -134,29 +135,18 @@ def sample_plain(
 
 
 def known_logprobs(
-    original: Callable,
-    batch: Any,
-    logits_output: Any,
-    predict: Any,
-    accept_index: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    original: Callable, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Take the log-probs [B, width] of accepted tokens from the sampling, which gave one for every node's token."""
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     sampled_logprobs = getattr(logits_output, "rlspec_logprobs", None)
-    plain = _only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
-    if (
-        sampled_logprobs is None
-        or accept_index is None
-        or not plain
-        or SGLANG_RETURN_ORIGINAL_LOGPROB
-    ):
-        if args:  # as SGLang 0.5.15.post1 calls it
-            return original(batch, logits_output, predict, accept_index, *args)
-        return original(batch, logits_output, predict, accept_index=accept_index, **kwargs)
-    logits_output.next_token_logprobs = sampled_logprobs[accept_index.long()]
+    plain = only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
+    # SGLang 0.5.15.post1 passes the index by its place, behind the tokens
+    index = kwargs["accept_index"] if "accept_index" in kwargs else args[1]
+    if sampled_logprobs is None or not plain or SGLANG_RETURN_ORIGINAL_LOGPROB:
+        return original(batch, logits_output, *args, **kwargs)
+    logits_output.next_token_logprobs = sampled_logprobs[index.long()]
     return None
 
 
@@ -246,7 +236,7 @@ def sample_targets(verified: VerifyPass) -> tuple[torch.Tensor, torch.Tensor]:
     logits = verified.logits
     kernel = chosen.sampling(logits) if info.sampling_seed is not None else None
     tokens, logprobs = sample(kernel, info, logits, verified.positions, verified.requests)
-    group = versions.installed().tensor_group()
+    group = parallel().tp_group
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
     return tokens, logprobs

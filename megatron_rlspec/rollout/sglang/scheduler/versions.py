@@ -37,20 +37,6 @@ class Sglang0523:
         """Send a scheduler's answer to a control request."""
         scheduler.send_control_output(output, request)
 
-    def ragged_layout(self, lengths: Any, nodes: int) -> Any:
-        """Return the layout of a verification of `lengths [B]` nodes of the requests, `nodes` together."""
-        from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
-
-        return RaggedVerifyLayout.from_verify_lens_device(
-            verify_lens=lengths, graph_num_tokens=nodes
-        )
-
-    def to_host(self, tensor: Any) -> Any:
-        """Copy a tensor to the host. It is there when the results of the round are."""
-        from sglang.srt.utils.common import async_d2h
-
-        return async_d2h(tensor)
-
     def softmax(self, logits: Any) -> Any:
         """Compute probabilities as SGLang's plain decoding does."""
         from sglang.kernels.ops.sampling import softmax
@@ -64,12 +50,6 @@ class Sglang0523:
     def known_top_k(self, info: Any) -> dict[str, Any]:
         """Return the argument by which a `SamplingBatchInfo` tells the sampler its largest top_k, on the host."""
         return {"max_top_k": info.max_top_k}
-
-    def tensor_group(self) -> Any:
-        """Return the tensor parallel group, which has `world_size` and `broadcast`."""
-        from sglang.srt.runtime_context import get_parallel
-
-        return get_parallel().tp_group
 
     def weight_version(self, manager: Any = None) -> str:
         """Return the version of the weights, in a scheduler's process or in the one of the tokenizer `manager`.
@@ -141,9 +121,7 @@ class Sglang0523:
         """Return the fields of a `tensors` message that say which models load it: "all", "target" or "draft"."""
         return {"selector": selector}
 
-    def broadcast_for(self, selector: str) -> dict[str, Any]:
-        """As `tensors_for`, of a `broadcast` message."""
-        return {"selector": selector}
+    broadcast_for = tensors_for  # the same of a `broadcast` message
 
     def prepare_cpu(self) -> None:
         """Keep SGLang from a CPU backend that cannot speculate, and skip the drafter's waits for a GPU."""
@@ -165,19 +143,16 @@ class Sglang0523:
             bucket_memory,
             draft_vocabulary,
             flashinfer_plans,
-            known_lengths,
             protect,
         )
-        from megatron_rlspec.rollout.sglang.scheduler.push_session import PushSession, cost_hooks
+        from megatron_rlspec.rollout.sglang.scheduler.push_session import PushSession
 
         yield from draft_vocabulary.hooks()
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
-        yield from cost_hooks()
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
         yield from flashinfer_plans.hooks()
-        yield known_lengths.RESOLVE, known_lengths.known_lengths.resolve, "AROUND"
         if stand_ins.standing_in("sgl_kernel"):
             yield from products.hooks()
 
