@@ -11,14 +11,6 @@ from megatron_rlspec.rollout.sglang.scheduler import flashinfer_plans
 pytestmark = pytest.mark.usefixtures("sglang_models")
 
 
-class Kept:
-    """Keeps the arguments of the last plan."""
-
-    def __call__(self, *args):
-        self.args = args
-        return ["a plan"]
-
-
 def prefill_wrapper(module, in_graph=True):
     """Return what `fast_prefill_plan` reads and writes of FlashInfer's wrapper of paged attention, for 2 requests."""
     buffer = torch.zeros(64, dtype=torch.int32)
@@ -63,52 +55,44 @@ def sglangs_plan(wrapper, rows):
     )
 
 
-def round_of_drafts():
-    from sglang.srt.speculative.eagle_info import EagleVerifyInput
-
-    return object.__new__(EagleVerifyInput)
-
-
 def planned(backend="fa2"):
-    """Return a promise, the module that FlashInfer's look-up returns, and the planner below it."""
-    kept = Kept()
-    module = SimpleNamespace(plan=kept)
+    """Return a promise, the module that FlashInfer's look-up returns, and the arguments of its plans."""
+    plans = []
+
+    def plan(*args):
+        plans.append(args)
+        return ["a plan"]
+
+    module = SimpleNamespace(plan=plan)
     promise = flashinfer_plans.Promise()
     for _ in range(2):  # FlashInfer caches the module
         assert promise.planned(lambda *_: module, backend, "bfloat16") is module
-    return promise, module, kept
+    return promise, module, plans
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_round_of_drafts_promises_its_rows(rows):
-    promise, module, kept = planned()
-    wrapper = prefill_wrapper(module)
-    promise.in_rounds(lambda *_: sglangs_plan(wrapper, rows), "updater", "ragged", wrapper, round_of_drafts())
-    assert kept.args[-1] == rows
-    assert wrapper._plan_info == ["a plan"]
-
-
-def test_other_passes_promise_nothing():
+def test_a_round_of_drafts_promises_its_rows_and_other_passes_promise_nothing(rows):
     """A graph of prefills gets uneven requests, even if it was captured with equal ones."""
-    promise, module, kept = planned()
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+    promise, module, plans = planned()
     wrapper = prefill_wrapper(module)
-    promise.in_rounds(lambda *_: sglangs_plan(wrapper, 4), "updater", "ragged", wrapper, None)
-    assert kept.args[-1] == 0
-    with pytest.raises(ZeroDivisionError):
-        promise.in_rounds(lambda *_: 1 / 0, round_of_drafts())
-    sglangs_plan(wrapper, 4)
-    assert kept.args[-1] == 0
+    for round_ in (object.__new__(EagleVerifyInput), None):
+        promise.in_rounds(lambda *_: sglangs_plan(wrapper, rows), "updater", "ragged", wrapper, round_)
+    sglangs_plan(wrapper, rows)
+    assert [args[-1] for args in plans] == [rows, 0, 0] and wrapper._plan_info == ["a plan"]
 
 
 def test_without_a_graph_or_by_another_backend_nothing_changes():
-    promise, module, kept = planned()
+    promise, module, plans = planned()
     promise.holds = True
     module.plan(*range(11), False, *range(12, 19), 0)
-    assert kept.args[-1] == 0
     module.plan(*range(16))  # FA3's planner has no such argument
-    assert kept.args == tuple(range(16))
-    _, module, kept = planned("fa3")
-    assert module.plan is kept
+    assert plans[0][-1] == 0 and plans[1] == tuple(range(16))
+    promise, module, plans = planned("fa3")
+    promise.holds = True
+    module.plan(*range(19), 0)
+    assert plans[0][-1] == 0
 
 
 def test_hooks_are_there_where_flashinfer_is(monkeypatch):

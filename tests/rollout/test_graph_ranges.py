@@ -38,19 +38,11 @@ def steps_at(slots: dict, batch: int) -> list[int]:
     return slots[str(max(int(start) for start in slots if int(start) <= batch))]["candidate_steps"]
 
 
-def test_deep_candidates_of_large_batches_are_not_captured(files: Path) -> None:
-    arguments, slots = asked(files)
-    assert steps_at(slots, 1) == list(STEPS) and steps_at(slots, 256)[-1] < 5
-    assert "--speculative-num-steps=1" in arguments  # the step count at launch is captured at every batch size
-    total = sum(graphs.count(slots, 256, start=1).values())
-    assert total < 0.8 * sum(graphs.count({"1": {"candidate_steps": STEPS}}, 256, start=1).values())
-
-
 def test_a_fixed_number_of_drafts_is_captured_at_every_batch_and_a_rule_starts_with_the_least(files: Path) -> None:
     arguments, slots = asked(files, "--spec", "fixed", "--num-steps", "3")
     assert "--speculative-num-steps=3" in arguments and 3 in steps_at(slots, 256)
     arguments, slots = asked(files, "--num-steps", "3")
-    assert "--speculative-num-steps=1" in arguments
+    assert "--speculative-num-steps=1" in arguments and steps_at(slots, 1) == list(STEPS)
     settings = serve.arguments_for(serve.parser().parse_args(["--model", str(files)]), "cuda")[1]
     assert settings.num_steps is None, "the engine makes a rule of its model's config.json"
     assert 1 in steps_at(slots, 256) and 5 not in steps_at(slots, 256) and 5 in steps_at(slots, 64)

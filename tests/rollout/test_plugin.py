@@ -20,7 +20,6 @@ from megatron_rlspec.noise import murmur3
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.scheduler import versions
-from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.types import Prompt, Request, Sampling
 
 LOAD = "from sglang.srt.plugins import load_plugins; load_plugins(); print('SGLang goes on')"
@@ -56,26 +55,7 @@ def test_a_server_with_options_that_the_rule_never_ran_under_ends(
     assert last.startswith(f"rlspec: RLSPEC_SGLANG is set with --speculative-adaptive, but {told}")
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [('{"verifier": "keyed"}', "verifier: Input should be"), ("yes", "expected 1, or a JSON object of verifier, ")],
-)
-def test_settings_that_do_not_exist_are_refused(value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RLSPEC_SGLANG", value)
-    with pytest.raises(ValueError, match=told):
-        Settings.from_environment()
-
-
-@pytest.mark.parametrize(
-    ("version", "adapter"),
-    [
-        ("0.5.15.post1", "0.5.15.post1"),
-        ("0.5.16.post2.dev3+g1a", "0.5.16"),
-        ("0.5.23", "0.5.23"),
-        ("0.5.23.dev4+g1a", "0.5.23"),
-        ("0.6.0", "0.5.23"),
-    ],
-)
+@pytest.mark.parametrize(("version", "adapter"), [("0.5.16.post2.dev3+g1a", "0.5.16"), ("0.5.23.dev4", "0.5.23")])
 def test_a_version_has_its_adapter(version, adapter):
     assert type(versions.adapter(version)) is versions.KNOWN[adapter]
 
@@ -90,8 +70,8 @@ def test_a_version_that_no_test_has_seen_is_taken_with_a_warning(caplog):
     versions.adapter.cache_clear()
     versions.adapter("0.5.23")
     assert not caplog.records
-    versions.adapter("0.6.1")
-    versions.adapter("0.6.1")
+    for _ in range(2):
+        assert type(versions.adapter("0.6.1")) is versions.Sglang0523
     (record,) = caplog.records
     assert "SGLang 0.6.1 is later than 0.5.23" in record.getMessage()
 

@@ -32,7 +32,6 @@ SERVED = {name: config_of(name, bos_token_id=1, eos_token_id=2) for name in name
 # On a CPU, SGLang takes hidden_size / heads for the head size of these classes.
 for name in ("MiMoForCausalLM", "Qwen2ForCausalLM"):
     SERVED[name] |= {"head_dim": 8}
-SERVED["MiMoForCausalLM of a Llama"] = {**SERVED["MiMoForCausalLM"], "attention_bias": False}
 SERVED["MiMoForCausalLM YaRN"] = {**SERVED["MiMoForCausalLM"], "rope_scaling": YARN}
 SERVED["LlamaForCausalLM, tied"] = {**SERVED["LlamaForCausalLM"], "tie_word_embeddings": True}
 SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "4096", "--max-running-requests", "8"]

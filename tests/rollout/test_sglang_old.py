@@ -156,14 +156,6 @@ def test_a_new_rule_decides_and_reports(engines):
     assert engine.spec_rule_report()
 
 
-def test_weights_arrive_through_a_group(engines, group):
-    engine = engines["adaptive"]
-    by_group = SGLangEngine(engine.url, api_key=engine._process.api_key, timeout=300, transport=GroupBroadcast())
-    drawn = tiny_mimo.weights(CONFIG, seed=7)
-    by_group.update_weights(6, drawn.items())
-    assert engine.fingerprints() == {name: fingerprint(tensor) for name, tensor in drawn.items()}
-
-
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     """Create the trainer's side of transport "group"."""

@@ -112,25 +112,16 @@ def test_rounds_of_a_biased_batch_are_even(engines: Engines) -> None:
 
 SAME = [
     same.test_drafting_after_off_equals_drafting_after_step_0,
-    same.test_accept_length_follows_the_pushed_drafter,
     same.test_abort,
     same.test_round_statistics_agree_with_the_samples,
     same.test_a_later_turn_finds_no_hole_in_the_drafters_cache,
-    same.test_pushed_weights_are_the_served_ones,
     same.test_samples_continue_under_new_weights,
-    same.test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot,
 ]
 
 
 @pytest.mark.parametrize("check", SAME, ids=lambda check: check.__name__[5:])
 def test_results_equal_those_without_overlap(engines: Engines, check: Callable[[Engines], None]) -> None:
     check(engines)
-
-
-def test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(
-    engines: Engines, caplog: pytest.LogCaptureFixture
-) -> None:
-    same.test_a_drafter_left_out_of_a_push_is_named_and_does_not_draft(engines, caplog)
 
 
 def test_an_aborted_sample_holds_no_token_after_its_end(engines: Engines) -> None:

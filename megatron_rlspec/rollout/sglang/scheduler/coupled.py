@@ -1,13 +1,16 @@
 """Drafts with the verifier's own noise: SGLang's drafter proposes argmax(s · log q + noise) instead of argmax q.
 
 The position-keyed verifier samples the target's token as argmax(log p + noise) with noise of (seed, position, token).
-With the same noise the draft is that token more often (docs/losslessness.md, Coupled drafts), and the text stays what
-it was: the target's token never depends on a draft.
+With the same noise the draft equals that token more often (docs/losslessness.md, Coupled drafts). The text does not
+change, because the target's token never depends on a draft.
 
-SGLang takes the argmax of the drafter's logits in three places: after the prefill, after each round's pass over the
-accepted tokens, and in the loop over further drafts, which CUDA graphs capture. In the first two the hooks choose the
-draft again from the logits. In the loop they replace the logits by ones whose argmax is the draft. Seeds, temperatures
-and the sharpness s lie in buffers of fixed address there, which every round fills before its graph runs.
+SGLang takes the argmax of the drafter's logits in three places:
+
+- after the prefill, and after each round's pass over the accepted tokens. There the hooks choose the draft again, from
+  the logits of that pass.
+- in the loop over further drafts, which CUDA graphs capture. There the hooks replace the logits by others whose argmax
+  is the draft. A graph reads its inputs at fixed addresses. So seeds, temperatures and the sharpness s are copied into
+  buffers before each round.
 """
 
 from __future__ import annotations
@@ -52,10 +55,14 @@ def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What chooses the drafts of B requests, as `SamplingBatchInfo` has it.
+    """How the drafts of B requests are chosen.
 
-    seeds [B] int64, temperatures [B, 1], top_ks [B]: 1 is greedy; sharpness [B, 1]. If `info` says that the batch has
-    limits, plain torch filters. It is None in a CUDA graph, which cannot ask: there, drafts are from all tokens.
+    seeds         [B] int64
+    temperatures  [B, 1]
+    top_ks        [B]; 1: greedy
+    sharpness     [B, 1]
+    info          SGLang's `SamplingBatchInfo` with top-k, top-p and min-p. None in a CUDA graph, which cannot branch on
+                  them: there, drafts are from all tokens.
     """
 
     seeds: Tensor
@@ -133,7 +140,7 @@ class CoupledDrafts:
         return run
 
     def _first(self, batch: Any, keys: Tensor, drafted: Any) -> None:
-        """Choose the first drafts of the next round. SGLang hands their q on as `topk_p`."""
+        """Choose the first draft of each request for the next round. SGLang passes its q on as `topk_p`."""
         logits = self._logits.next_token_logits
         rows = _Rows.of(batch.sampling_info)
         drafts, logq = self._choose(logits, keys[: len(logits)], rows)
@@ -179,9 +186,9 @@ class CoupledDrafts:
         return self._buffers
 
     def _choose(self, logits: Tensor, keys: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-        """Return the drafts [B, 1], columns of `logits [B, S]`, and their log q [B] of all columns.
+        """Return the drafts [B, 1], as columns of `logits [B, S]`, and their log q [B].
 
-        keys  [B], the positions that predict them
+        keys  [B] positions that predict them, which key the noise
         """
         words = self.drafter.hot_token_id
         filtering = rows.info is not None and limited(rows.info)

@@ -1,14 +1,15 @@
-"""Rounds without any drafter pass, and a pass that fills the drafter's cache when drafting starts again.
+"""Rounds without any drafter pass, and the pass that brings the drafter's cache up to date before it drafts again.
 
-At SGLang's step 0 the drafter still extends its cache in every round. While speculation is off, this file keeps the
-inputs of that pass instead: the target's hidden state h_t and the token x_t of every new position. When drafting starts
-again, the drafter reads all of them in one extend (ReSpec, section 5.2). To try drafts, a few requests catch up. In
-those rounds the drafts of the others are random, and their texts are right all the same, since the target verifies
-every draft. The inputs that they miss are kept too.
+At SGLang's step 0 the drafter still runs in every round, to extend its KV cache. While speculation is off, it does not
+run. `DrafterGap` keeps what it would have read: hidden state h_t of the target and token x_t of each new position. When
+drafting starts again, the drafter reads all of them in one prefill (ReSpec, section 5.2).
 
-All of this runs when a round is launched, in launch order, on the stream of the forward passes. Results on the host are
-not needed: under SGLang's overlap scheduler they come a round late. Only `close` waits for the device, where it needs
-accepted counts, and sequence lengths that SGLang has not copied to the host.
+To try drafts, only the drafters of a few requests catch up. The other requests get random drafts in those rounds. Their
+texts are still right, because the target verifies every draft. What their drafters miss is kept, too.
+
+Methods are called when a round is launched, on the stream of the forward passes. They read no results of the round
+before, which the overlap scheduler processes later. Only `close` waits for the device: it needs the accepted counts,
+and the sequence lengths if SGLang has not copied them to the host.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from megatron_rlspec.rollout.sglang.scheduler.stash import (
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of the drafter reads: one part of each of some requests.
+    """What one pass of the drafter reads: consecutive positions of some requests.
 
     behind         indices of the requests in the batch
-    starts, sizes  first position and number of tokens of each part
-    hidden, tokens [n, H], [n] of all parts
-    following      the token after each part
+    starts, sizes  first position and number of tokens of each request
+    hidden, tokens [n, H] and [n], of one request after the other
+    following      the token after the last one of each request
     """
 
     behind: list[int]
@@ -55,7 +56,8 @@ class Pass:
 class DrafterGap:
     """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
-    Every `every` rounds their rows move to host memory (`Stash`). One pass of the drafter reads at most `most` tokens.
+    every  rounds after which the rows move to host memory (`Stash`)
+    most   tokens that one pass of the drafter reads
     """
 
     def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
@@ -120,10 +122,10 @@ class DrafterGap:
         return sum(sorted(self.lags(reqs))[:n])
 
     def close(self, batch: Any, n: int) -> list[int] | None:
-        """Let the drafter read what the n least behind requests missed, and put their first drafts into `spec_info`.
+        """Let the drafter read what it missed of the n requests that are least behind.
 
-        Changes `batch.spec_info` in place; SGLang restores its own state of the batch after the round. Returns the
-        requests' indices, or None if no request is behind any more.
+        Their first drafts go into `batch.spec_info`, in place. SGLang restores its own state of the batch after the
+        round. Returns the indices of these n requests, or None if no request is behind any more.
         """
         reqs = batch.reqs
         lags = self.lags(reqs)
@@ -170,7 +172,10 @@ class DrafterGap:
         return missed
 
     def _passes(self, batch: Any, behind: Sequence[int]) -> Iterator[Pass]:
-        """Yield as few drafter passes as `most` allows over what these requests missed, indices into the batch."""
+        """Yield the drafter's passes over what these requests missed, each of at most `most` tokens.
+
+        behind  indices of the requests in the batch
+        """
         missed = self._missed_by([batch.reqs[i] for i in behind])
         parts = [rows for of_request in missed for rows in of_request]
         if not parts:

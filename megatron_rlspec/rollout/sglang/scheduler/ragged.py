@@ -1,15 +1,16 @@
-"""Rounds that verify of each request the drafts worth it (`speculation/ragged.py`), for chains of EAGLE and EAGLE-3.
+"""Rounds that verify, of each request, only the drafts that are worth it (`speculation/ragged.py`).
 
-SGLang verifies all drafts: B requests of k drafts are B * (k + 1) nodes in *even* rows. A ragged round runs the target
-on some of these nodes only, packed without gaps. SGLang's attention takes such a `RaggedVerifyLayout` for DSpark. The
-sampled tokens, their log-probs and the hidden states go back into even rows. Nothing behind the verification changes.
+SGLang verifies all drafts. B requests with k drafts each are B * (k + 1) nodes: each request has a row of k + 1 of
+them. Such rows are called *even*. A ragged round runs the target on some of the nodes only, packed without gaps, by the
+`RaggedVerifyLayout` that SGLang's attention has for DSpark. Then the sampled tokens, their log-probs and the hidden
+states are put back into even rows, so what follows the verification is SGLang's and unchanged.
 
     draft ─► coupled.py: log q ─► choose: the likeliest drafts ─► prepare: packed nodes ─► target
                                                                                             │
     draft extend ◄─ SGLang: even rows ◄─ verifier.py: sampled tokens, hidden states ◄───────┘
 
-The host says how many drafts of the batch are verified, by the rounds before. The device chooses which ones. So the
-host waits for nothing. Tensor-parallel ranks choose by the log q of the first one.
+The host says how many drafts of the batch are verified, from what it learnt in earlier rounds. The device chooses which
+ones, so the host does not wait for it. All tensor-parallel ranks choose by the first rank's log q.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def unsupported(runner: Any) -> str:
 
 
 def asks_no_more(batch: Any) -> bool:
-    """Return whether the sampling of a batch needs no even rows: SGLang adds penalties and biases to these."""
+    """Return whether a batch can be sampled from packed nodes. SGLang adds penalties and biases to even rows only."""
     info = batch.sampling_info
     even = (info.acc_additive_penalties, info.acc_scaling_penalties, info.logit_bias)
     return all(values is None for values in even) and not info.has_watermark_candidates
@@ -98,7 +99,8 @@ class Chosen:
 class RaggedRound:
     """The round that is being launched.
 
-    drafts  of all requests that it verifies; None: it is even
+    drafts  how many drafts it verifies, of all requests together; None: all of them, in even rows
+    chosen  which ones, once the drafter has made them
     """
 
     def __init__(self) -> None:
@@ -116,7 +118,7 @@ class RaggedRound:
         self.chosen = None
 
     def begin(self, drafts: int, most: int, selection: Selection, batch: Any) -> None:
-        """Begin a round that verifies so many of the batch's `most` drafts, or more if its graph has room for them."""
+        """Begin a round that verifies `drafts` of the batch's `most` drafts, or more if the graph has room for them."""
         requests = len(batch.reqs)
         self.drafts = min(self._tokens(requests + drafts) - requests, most)
         self.chosen = None
@@ -133,7 +135,7 @@ class RaggedRound:
         return graphs if getattr(graphs, "ragged_verify_mode", False) else None
 
     def _tokens(self, nodes: int) -> int:
-        """Return the tokens of the pass over so many nodes: those of the smallest graph that holds them."""
+        """Return how many tokens a pass over so many nodes has: as many as the smallest graph that holds them."""
         if self._graphs is not None:
             for tokens in self._graphs.capture_num_tokens:
                 if tokens >= nodes:
@@ -141,7 +143,7 @@ class RaggedRound:
         return nodes
 
     def choose(self, logq: torch.Tensor) -> None:
-        """Choose the likeliest drafts, by log q [B, k]."""
+        """Choose the drafts whose chains are likeliest to be accepted, by log q [B, k]."""
         assert self.drafts is not None
         group = parallel().tp_group
         if group.world_size > 1:
@@ -166,14 +168,14 @@ class RaggedRound:
         self.chosen = Chosen(logq, lengths, nodes // width, nodes)
 
     def captures(self, original: Callable, algorithm: Any) -> bool:
-        """Wrap SGLang's question whether the target's graphs are captured by tokens, and not by requests."""
+        """Wrap SGLang's check whether the target's graphs are captured by numbers of tokens, and not of requests."""
         ragged = self.runner is not None and not unsupported(self.runner)
         return ragged or original(algorithm)
 
     def prepare(self, original: Callable, round_: Any, pool: Any, batch: Any, worker: Any) -> Any:
-        """Wrap SGLang's preparation of the target's pass, which then runs on the chosen nodes.
+        """Wrap SGLang's preparation of the target's pass, so that it runs on the chosen nodes.
 
-        round_  SGLang's `EagleVerifyInput`, which becomes even again
+        round_  SGLang's `EagleVerifyInput`; it has its even rows again when this returns
         """
         from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
@@ -215,7 +217,7 @@ present = RaggedRound()
 
 
 def with_layout(verify_input: Any, graphs: Any, num_tokens: int) -> Any:
-    """Add to what a graph of the target is captured with the layout that its replays change."""
+    """Give a graph of the target, when it is captured, the layout that its replays fill."""
     if graphs.ragged_verify_mode:
         verify_input.ragged_verify_layout = graphs._capture_ragged_verify_layout(num_tokens)
     return verify_input
