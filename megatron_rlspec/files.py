@@ -183,8 +183,11 @@ def tell(line: str, stream: TextIO | None) -> None:
 # ---- outputs of commands ------------------------------------------------------------------------------------------
 
 
-def check_output(path: str | Path) -> None:
-    """Raise FileError if a file that a command line named cannot be written. Call it before the work begins."""
+def check_output(path: str | Path, inputs: Mapping[str, str | Path | None] | None = None) -> None:
+    """Raise FileError if a file that a command line named cannot be written. Call it before the work begins.
+
+    inputs  what a message calls it -> file or directory that the command reads; the output must not replace one
+    """
     path = Path(path)
     if path.is_dir():
         raise FileError(f"{path}: cannot be written: it is a directory; expected a file name")
@@ -195,32 +198,9 @@ def check_output(path: str | Path) -> None:
         raise FileError(f"{shown(path)}: cannot be written: there is no directory {parent}")
     if refused := _refuses(parent):
         raise FileError(f"{path}: cannot be written: {parent}: {refused}")
-
-
-def check_outputs(
-    outputs: Mapping[str, str | Path | None], inputs: Mapping[str, str | Path | None] | None = None
-) -> None:
-    """Refuse output files that cannot be written, that replace an input, or that two options share.
-
-    outputs  option -> file that it names; None or empty: not asked for
-    inputs   what a message calls it -> file or directory that the command reads
-
-    Call it before the work begins. Raises FileError.
-    """
-    taken = [
-        (Path(path), f"this file is read: {what}") for what, path in (inputs or {}).items() if path
-    ]
-    for option, name in outputs.items():
-        if not name:
-            continue
-        path = Path(name)
-        check_output(path)
-        if path.exists() and not path.is_file():
-            continue  # devices may be shared
-        for other, why in taken:
-            if _same(path, other):
-                raise FileError(f"{option} {shown(path)}: {why}; name another file")
-        taken.append((path, f"{option} writes this file, too"))
+    for what, read in (inputs or {}).items():
+        if read and _same(path, Path(read)):
+            raise FileError(f"{shown(path)}: this file is read: {what}; name another file")
 
 
 def _same(path: Path, other: Path) -> bool:

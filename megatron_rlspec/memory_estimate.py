@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rlspec.config import Config, ConfigError
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.speculation import graphs
+from megatron_rlspec.speculation.graphs import graph_sizes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -49,6 +49,10 @@ CONTEXT_ROWS = 4
 OUTPUT_CHUNKS = 2 * GIB
 # Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).
 PAGE_TABLES = 4
+# A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
+# estimates for all layers, buffers for activations included.
+TARGET_GRAPH_GIB = 0.02
+DRAFTER_GRAPH_GIB = 0.005
 
 
 @dataclass(frozen=True)
@@ -241,8 +245,12 @@ def _graph_bytes(batch: int, drafting: Sequence[int]) -> int:
     """Return the bytes of an engine's CUDA graphs, as if every number of drafts were captured at every batch."""
     if not drafting:
         return batch * GRAPH_REQUEST
-    slots = {"1": {"candidate_steps": [0, *drafting]}}
-    return int(graphs.gib(graphs.count(slots, batch, drafting[0])) * GIB)
+    steps = [0, *drafting]
+    sizes = len(graph_sizes(batch))
+    # verification; the drafter's extension, and from two steps on drafting
+    of_target = sizes * len(steps)
+    of_drafter = sizes * sum(2 if k > 1 else 1 for k in steps)
+    return int((TARGET_GRAPH_GIB * of_target + DRAFTER_GRAPH_GIB * of_drafter) * GIB)
 
 
 def _page_table_bytes(batch: int, context: int, drafting: Sequence[int]) -> int:

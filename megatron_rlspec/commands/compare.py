@@ -246,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
     inputs["--config"] = options.config
     for name, directory in directories.items():
         inputs[f"the drafter {name}"] = directory
-    files.check_outputs({"--out": options.out}, inputs)
+    if options.out:
+        files.check_output(options.out, inputs)
 
     drafters = {}
     for name, directory in directories.items():

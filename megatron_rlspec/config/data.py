@@ -24,8 +24,8 @@ def _template_arguments(given: Any) -> Any:
 class DataConfig(Section):
     path: Files = Field(
         "",
-        description="training prompts: .jsonl, .json, .parquet, .arrow or .csv files, or patterns of names, with "
-        "commas between; or a data set on the Hub, NAME?split=train&OPTION=VALUE",
+        description="training prompts: .jsonl, .json or .parquet files, or patterns of names, with commas between; or "
+        "a data set on the Hub, NAME?split=train&OPTION=VALUE; csv?data_files=FILE reads a CSV file by `datasets`",
     )
     eval_path: Files = Field("", description="held-out prompts, as for path; empty: no evaluation")
     eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(

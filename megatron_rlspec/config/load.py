@@ -164,7 +164,7 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
 def _converted(text: str, field: FieldInfo) -> Any:
     """Convert a command-line text to this field's type. Returns the text itself, for the error, if that fails."""
     kind = _kind(field)
-    if kind is bool or True in get_args(kind):
+    if kind is bool:
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
     if get_origin(kind) is tuple:
         if text.startswith("["):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -23,6 +22,7 @@ from megatron_rlspec.config.model import Length
 from megatron_rlspec.types import Sampling
 
 MOST_SAMPLES = 2**20  # of one step
+ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[^\s:/]+)(:[1-9]\d{0,4})?(/\S*)?")
 Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
 
 
@@ -126,19 +126,16 @@ class RolloutConfig(Section):
         """Return the prompts that a rollout draws at a time."""
         return 2 * self.prompts_per_step if self.partial else self.prompts_per_step
 
-    def _check_partial(self) -> None:
-        if self.partial and self.function:
-            raise ValueError(
-                f"partial={self.partial} continues one reply, but function={self.function} draws several turns"
-            )
-
     @model_validator(mode="after")
     def _consistent(self) -> RolloutConfig:
         if self.function and not FUNCTION.fullmatch(self.function):
             raise ValueError(
                 f"function={self.function}: expected FILE.py:function or module:function"
             )
-        self._check_partial()
+        if self.partial and self.function:
+            raise ValueError(
+                f"partial={self.partial} continues one reply, but function={self.function} draws several turns"
+            )
         try:
             shlex.split(self.engine_options)
         except ValueError as error:
@@ -162,25 +159,11 @@ class RolloutConfig(Section):
                 "expected one of the two"
             )
         for url in self.urls:
-            if problem := _address_problem(url):
-                raise ValueError(f"urls={url}: {problem}; expected http://HOST:PORT")
+            if not ADDRESS.fullmatch(url):
+                raise ValueError(f"urls={url}: not an address; expected http://HOST:PORT")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"urls={','.join(self.urls)}: one engine twice; expected each once")
         if self.engine == "embedded" and (self.urls or self.engines > 1):
             asked = f"urls={','.join(self.urls)}" if self.urls else f"engines={self.engines}"
             raise ValueError(f"engine=embedded runs once, inside this process, but {asked}")
         return self
-
-
-def _address_problem(url: str) -> str:
-    """Return what is wrong with an http(s) address; "" if nothing is."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        return f"not an address ({error})"
-    if parts.scheme not in ("http", "https"):
-        return f"{parts.scheme or 'no'}:// is not http:// or https://"
-    if not parts.hostname or re.search(r"\s", url):
-        return "no host name in it"
-    return "port 0 cannot be reached" if port == 0 else ""

@@ -28,7 +28,7 @@ Command = Literal["train", "sft", "replay"]
 
 
 class Config(Section):
-    """One run. Sections are independent of each other, but for the cross-checks below."""
+    """All options of a run, by section. `_consistent` and `check_run` check options of several sections together."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -53,10 +53,8 @@ class Config(Section):
     def _consistent(self) -> Config:
         coupled = self.keyed and self.spec.drafts == "coupled"
         if self.spec.ragged and self.rollout.engine == "sglang" and not coupled:
-            ragged = str(self.spec.ragged).lower()
             raise ValueError(
-                f"spec.ragged={ragged} with rollout.engine=sglang needs spec.verifier=position_keyed and "
-                "spec.drafts=coupled"
+                "spec.ragged=true with rollout.engine=sglang needs spec.verifier=position_keyed and spec.drafts=coupled"
             )
         if self.rollout.max_new_tokens >= self.model.max_length:
             raise ValueError(
@@ -101,7 +99,7 @@ class Config(Section):
 
     @property
     def _unweighted(self) -> bool:
-        """Return whether the loss takes tokens of an older policy as the present one's own."""
+        """Return whether tokens of an older policy enter the loss without an importance weight."""
         algorithm, rollout = self.algorithm, self.rollout
         weighs = algorithm.loss == "policy_gradient" and algorithm.old_logprobs == "recompute"
         # mask_offpolicy keeps samples that ended before their group did
@@ -110,15 +108,19 @@ class Config(Section):
 
     @property
     def spare(self) -> int:
-        """Return how many positions of the model's context SGLang takes no sample of.
+        """Return how many positions at the end of the model's context an engine cannot fill.
 
-        It keeps one for each token of a round, and takes prompts, and samples that go on, up to six below its end.
+        SGLang reserves one position for each token of a round, and refuses prompts that come closer than six positions
+        to the end. The embedded engine fills all of them: 0.
         """
         return max(6, 1 + max(self.spec.steps)) if self.rollout.engine == "sglang" else 0
 
     @property
     def keyed(self) -> bool:
-        """Return whether a token follows from seed, position and weights, so that a sample can go on elsewhere."""
+        """Return whether the noise of a token depends on seed and position only.
+
+        Then another engine can continue a sample, with the same tokens.
+        """
         return self.spec.verifier == "position_keyed"
 
     @property
@@ -127,15 +129,18 @@ class Config(Section):
         return self.model.max_length - self.rollout.max_new_tokens
 
     def generates(self, command: Command) -> bool:
-        """Return whether a run of this command has engines: a warm start to evaluate, a replay if one policy stays."""
+        """Return whether a run of this command needs engines.
+
+        A warm start needs them for evaluations, and a replay if it keeps one policy and generates from it.
+        """
         if command == "sft":
             return bool(self.sft.eval_every and self.data.eval_path)
         return command == "train" or self.replay.policy_step >= 0
 
     def check_run(self, command: Command, world_size: int, because: str = "") -> None:
-        """Raise ConfigError if a run of this command cannot be started so. Imports nothing heavy.
+        """Raise ConfigError if a run of this command cannot start with these options on `world_size` ranks.
 
-        because  where the number of ranks comes from, for the message
+        because  says in the message where the number of ranks comes from, such as "--ranks is 3"
         """
         for problem in self._problems(command, world_size, because):
             raise ConfigError(problem)
@@ -181,7 +186,7 @@ class Config(Section):
         yield from self._problems_of_tail(world_size, because)
 
     def _problems_of_groups(self) -> Iterator[str]:
-        """Find options with which all samples of a group have the same reward, so that nothing can be learnt."""
+        """Yield options with which all samples of a group get the same reward, so that no advantage remains."""
         algorithm = self.algorithm
         if algorithm.advantage != "group" and not algorithm.dynamic_sampling:
             return

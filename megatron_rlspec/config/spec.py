@@ -36,11 +36,11 @@ class SpecSection(Section):
         description="under verifier=position_keyed. coupled: drafts take the verifier's noise, so more are accepted "
         "above temperature 0; argmax: the drafter's likeliest token. The text is the same",
     )
-    ragged: Annotated[Literal[True, False, "auto"], Needs("spec.mode=adaptive")] = Field(
+    ragged: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         False,
         description="verify of each request the drafts that are worth it, by the drafter's probabilities, and not the "
-        "same number of all; auto: where the trainer predicts that it gains 1 %. The text is the same. SGLang needs "
-        "drafts=coupled, and on a GPU FlashAttention 3, where no card has run it",
+        "same number of all. The text is the same. SGLang needs drafts=coupled, and on a GPU FlashAttention 3, where "
+        "no card has run it",
     )
 
     @model_validator(mode="after")

@@ -115,25 +115,20 @@ def walk(
 
 
 def by_logq(logq: Tensor, accept: Tensor, reach: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
-    """Return `acceptance.Prediction.by_logq` of one sharpness, `[1 + D, 2, BINS]` float64.
+    """Return `acceptance.Prediction.by_logq` of one sharpness, `[2, BINS]` float64.
 
     Arguments as of `walk`, with the drafts' log q, `[T, D]`, and the starts that `walk` found.
     """
     valid = mask != 0
-    depth = accept.shape[1]
-    chain = logq.masked_fill(~valid, 0).double().cumsum(1)
     carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)
     before = pad(carried, (1, 0), value=1.0)[:, :-1]
-    drafted = starts[:, None] * valid
-    reached = drafted * before
+    reached = starts[:, None] * valid * before
     accepted = reached * accept.detach().double()
-    found = accept.new_zeros(1 + depth, 2, BINS, dtype=torch.float64)
-    places = torch.arange(1, 1 + depth) * (2 * BINS)
-    for place, of, counts in ((0, logq, (reached, accepted)), (places, chain, (drafted, accepted))):
-        share = (of.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).double().sqrt().sqrt()
-        bins = ((1 - share) * (BINS - 0.01)).long() + place
-        for row, values in enumerate(counts):
-            found.view(-1).index_add_(0, (bins + row * BINS).flatten(), values.flatten())
+    share = (logq.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).double().sqrt().sqrt()
+    bins = ((1 - share) * (BINS - 0.01)).long().flatten()
+    found = accept.new_zeros(2, BINS, dtype=torch.float64)
+    for row, drafts in zip(found, (reached, accepted), strict=True):
+        row.index_add_(0, bins, drafts.flatten())
     return found
 
 

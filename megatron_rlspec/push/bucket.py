@@ -23,11 +23,12 @@ _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 
 
 def bucket_bytes(memory: Memory | None = None) -> int:
-    """Return about how many bytes travel together, in pieces of this memory.
+    """Return about how many bytes one bucket in this memory has.
 
-    With a GPU a request's fixed time counts. In its memory a bucket has up to 2 GiB, but a sixteenth of what is free:
-    some five such pieces exist at once, here and in an engine on the same GPU. Engines take other buckets through
-    shared memory, of which containers have little. Without a GPU the time counts that new pages take on both sides.
+    Without a GPU buckets are small, because the system takes time to fill new pages on both sides. With a GPU they are
+    larger, because every request takes a fixed time. In CPU memory they have 512 MiB: engines take them through shared
+    memory, of which containers have little. In GPU memory they have up to 2 GiB, but at most a sixteenth of what is
+    free: about five such pieces exist at once, here and in an engine on the same GPU.
     """
     if not torch.cuda.is_available():
         return 64 << 20
@@ -61,7 +62,7 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
 
 
 def sizes_of(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the bytes of each tensor that `Bucket.described` names."""
+    """Return the number of bytes of each tensor. `dtypes` and `shapes` are those of `Bucket.described`."""
     sizes = []
     for dtype, shape in zip(dtypes, shapes, strict=True):
         sizes.append(math.prod(shape) * getattr(torch, dtype).itemsize)
@@ -118,9 +119,10 @@ class Memory:
 
 
 class Bucket:
-    """Tensors under their checkpoint's names, widest numbers first.
+    """Tensors under their checkpoint's names, those of the widest numbers first.
 
-    memory  they are copied into a piece of it, and the bucket keeps no tensor. None: it has `tensors` as they are
+    memory  the tensors are copied into a piece of it, and `tensors` is empty afterwards. None: nothing is copied, and
+            `tensors` holds them
     """
 
     def __init__(self, tensors: Sequence[Named], memory: Memory | None = None) -> None:

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_finding, stamp_finding
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
@@ -129,8 +127,9 @@ class Canary:
             findings.append(stamp)
         if chain is None:
             return CanaryResult(tuple(findings))
-        counts = pooled(sample.accepted for sample in samples)
-        accepted = _padded(counts, chain.num_steps + 1)
+        length = chain.num_steps + 1
+        counts = pooled([[0] * length, *(sample.accepted for sample in samples)])
+        accepted = tuple(counts[:length].tolist())
         last_good = self._accept_lengths.get(name)
         if expected is None:
             expected = last_good
@@ -159,11 +158,3 @@ def _generate(
     samples = engine.generate(requests, sampling)
     engine.stats()  # these rounds are no rollout's
     return samples
-
-
-def _padded(counts: np.ndarray, length: int) -> tuple[int, ...]:
-    """Return `length` integers: the first counts, then zeros."""
-    padded = np.zeros(length, np.int64)
-    first = counts[:length]
-    padded[: len(first)] = first
-    return tuple(padded.tolist())

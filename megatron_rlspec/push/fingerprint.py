@@ -32,8 +32,10 @@ _THREAD = threading.local()
 def fingerprint(tensor: Tensor, start: int = 0) -> int:
     """Compute an unsigned 64-bit integer from the tensor's bits. -0.0 and 0.0 differ, as do NaNs with different bits.
 
-    `start` is the flat index of the first element within the full tensor: contiguous shards' fingerprints add up
-    (modulo 2⁶⁴) to the fingerprint of the whole. Raises ValueError unless a shard starts at a multiple of 8 bytes.
+    start  flat index of the tensor's first element within the full tensor of which it is a shard
+
+    The fingerprints of contiguous shards add up (modulo 2⁶⁴) to that of the full tensor. Raises ValueError unless the
+    shard starts at a multiple of 8 bytes.
     """
     return read([unread(tensor, start)])[0]
 
@@ -49,7 +51,11 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
 
 
 def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
-    """Return what `read` makes a `fingerprint` of. Of a GPU's tensor it is int64 [] there, or 0: nobody waits."""
+    """Start to compute a fingerprint; `read` finishes it. Arguments as of `fingerprint`.
+
+    Returns an integer for a tensor on the CPU, and int64 [] on the device for one on a GPU; 0 for an empty tensor. The
+    host does not wait for the GPU.
+    """
     first_byte = start * tensor.element_size()
     if first_byte % _WORD:
         raise ValueError(
@@ -68,7 +74,7 @@ def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
 
 
 def read(sums: Sequence[int | Tensor]) -> list[int]:
-    """Return fingerprints. Those on GPUs are read with one wait."""
+    """Return the fingerprints of what `unread` returned. The host waits once for all results on GPUs."""
     on_device = [value for value in sums if isinstance(value, Tensor)]
     # sums of further devices travel to the first one
     together = [value.to(on_device[0].device) for value in on_device]
@@ -81,9 +87,12 @@ def read(sums: Sequence[int | Tensor]) -> list[int]:
 
 
 def _sum(data: Tensor, first: int) -> int | Tensor:
-    """Sum over bytes, a multiple of a word, that begin at word `first` of the full tensor.
+    """Return the sum of the module's formula over whole words.
 
-    By numpy on a CPU, where torch takes half as long again. Both multiply and add modulo 2⁶⁴.
+    data   [n] uint8, n a multiple of 8
+    first  index of the first word within the full tensor
+
+    On a CPU numpy computes it, because torch takes 1.5 times as long. Both multiply and add modulo 2⁶⁴.
     """
     if not len(data):
         return 0
@@ -119,10 +128,13 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
 
 
 def _mixed(words: Any) -> Any:
-    """Return of words [n, m] their upper half with the exclusive-or of both halves, in memory that may be changed."""
+    """Return for words [n, m] the pair (hi, lo xor hi) of the module's formula as one word each.
+
+    The caller may change the result. On a CPU the next call of the same thread overwrites it.
+    """
     if isinstance(words, Tensor):
         return ((words >> 32) & _LOW) ^ words
-    # new pages for every row would take longer than the sums
+    # A new array for every row would take longer than the sums, because the system fills new pages with zeros.
     if not hasattr(_THREAD, "row"):
         _THREAD.row = np.empty((1, _ROW), np.uint64)
     row = _THREAD.row[:, : words.shape[1]]
@@ -132,7 +144,7 @@ def _mixed(words: Any) -> Any:
 
 @cache
 def _factors(device: torch.device) -> tuple[Any, Any]:
-    """Return 65,536 odd numbers each for rows and columns; rows repeat them after 32 GiB."""
+    """Return the factors a and b of the module's formula, [65,536] odd numbers each. a repeats after 32 GiB."""
     index = np.arange(_ROW, dtype=np.uint64)
     odd = np.uint64(1)
     factors = _mix(index + odd) | odd, _mix(index + np.uint64(1 << 40)) | odd

@@ -85,9 +85,10 @@ class Health:
     ) -> HealthReport:
         """Push one version and check every engine.
 
-        `predicted` is the accept length under `settings.canary_steps` steps; see `Canary.run`. `suspicious`: a canary
-        runs whatever time canaries took. Raises HealthError if no
-        engine may serve, and PushError as `Pusher.push` does.
+        predicted   accept length under `settings.canary_steps` steps, as `expected` of `Canary.run`
+        suspicious  a canary runs, whatever time canaries took
+
+        Raises HealthError if no engine may serve, and PushError as `Pusher.push` does.
         """
         seconds_before = self._canary.seconds
         canaries: dict[str, CanaryResult] = {}
@@ -144,9 +145,10 @@ class Health:
         """Run the canary of every engine without a finding. Adds to `findings` and to `canaries`."""
         if not self.prompts:
             return
-        sound = [name for name, problems in findings.items() if not problems]
+        engines = dict(self.pusher.engines)
+        sound = {n: engines[n] for n, found in findings.items() if n in engines and not found}
         results = self._canary.run(
-            {name: self.pusher.engines[name] for name in sound},
+            sound,
             dict.fromkeys(sound, version),
             self.prompts,
             self.sampling,
@@ -160,18 +162,19 @@ class Health:
         canaries.update(results)
 
     def _hold(self, name: str, findings: Sequence[Finding]) -> None:
-        if self.speculate is None:
+        engine = self.pusher.engines.get(name)
+        if self.speculate is None or engine is None:  # another thread has removed it
             return
         self._held.add(name)
-        if not hold(self.pusher.engines[name], findings):
+        if not hold(engine, findings):
             self.pusher.forget(name)  # the weights of an engine that does not answer are unknown
 
     def _resume(self, name: str, canary: CanaryResult | None) -> None:
         """Set the run's speculation, which the canary or `hold` may have changed and the trainer may have renewed."""
         if canary is not None:
             self._canary.remember(name, canary)
-        engine = self.pusher.engines[name]
-        if self.speculate is not None:
+        engine = self.pusher.engines.get(name)
+        if self.speculate is not None and engine is not None:
             release(engine)
             self.speculate(name, engine)
         self._held.discard(name)

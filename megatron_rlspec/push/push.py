@@ -63,7 +63,11 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class PushReport:
-    """One push. `fingerprint_seconds`: the trainer's part of the check; `verify_seconds`: the slowest engine's."""
+    """One push.
+
+    fingerprint_seconds  that the trainer took for fingerprints and finite checks
+    verify_seconds       that the slowest engine took for its fingerprints
+    """
 
     version: int
     scope: Scope
@@ -113,17 +117,19 @@ class Pusher:
         scope: Scope = "all",
         only: Sequence[str] | None = None,
     ) -> PushReport:
-        """Bring every engine (or `only` those named) to `version`; `source(scope)` yields full, HF-named tensors.
+        """Bring every engine to `version`; `source(scope)` yields full tensors under Hugging Face names.
 
-        A narrower scope than "all" becomes "all" if no comparison has shown that every engine holds the rest, as after
-        a start or a failure. Raises PushError if the exporter yields a name twice, NaN or infinity; the engines then
-        serve nothing until a later push.
+        only  names of the engines to push to; those that have left are skipped. None: all
+
+        Another scope than "all" becomes "all" unless a comparison has shown that every engine holds the other tensors.
+        This is the case after a start and after a failure. Raises PushError if the exporter yields a name twice, NaN or
+        infinity; the engines then serve nothing until a later push.
         """
         began = time.perf_counter()
-        # of this push, though another thread may leave one out meanwhile
+        # a copy, because another thread may remove an engine during the push
         engines = dict(self.engines)
         if only is not None:
-            engines = {name: engines[name] for name in only}
+            engines = {name: engine for name, engine in engines.items() if name in only}
         if not self._proven.issuperset(engines):
             scope = "all"
         self._proven.difference_update(engines)  # until the comparison

@@ -15,9 +15,9 @@ Engines = Mapping[str, RolloutEngine]
 
 
 class Update:
-    """An update of several engines, as a context. If the body raises, it ends unfinished.
+    """An update of several engines, as a context. If the body raises, no engine serves until a later update.
 
-    An engine that fails leaves, and serves nothing; the others go on.
+    An engine that fails leaves the update and serves nothing. The others go on.
 
     limit       about how many bytes make a bucket
     engines     those that have not left
@@ -49,7 +49,7 @@ class Update:
                 memory.close()
 
     def send(self, tensors: Sequence[Named]) -> None:
-        """Make a bucket, and let it travel to all engines when each has the one before."""
+        """Make a bucket of the tensors, and start to send it once every engine has the bucket before it."""
         packed = {key: Bucket(tensors, memory) for key, memory in self._memories.items()}
         first = self._travelling is None
         self._arrive()
@@ -60,7 +60,7 @@ class Update:
             self._travelling.result()
 
     def _deliver(self, packed: Mapping[int, Bucket], first: bool) -> None:
-        """Send a bucket to all engines. They begin with the first one, and decode while that is made."""
+        """Send a bucket to all engines. Their update begins with the first bucket; until then they decode."""
         if first:
             self._each(lambda engine: engine.begin_update(self.version, self.scope))
         parts: dict[str, dict[str, RolloutEngine]] = {}
@@ -79,7 +79,10 @@ class Update:
         self._at_once([{name: engine} for name, engine in self.engines.items()], call)
 
     def _at_once(self, parts: Iterable[Engines], call: Callable[..., None]) -> None:
-        """Call with the engines of every part. All engines of a part leave if its call fails."""
+        """Run `call` for all parts at the same time, each with the part's engines as arguments.
+
+        If a call fails, all engines of its part leave.
+        """
         calls = [(part, self._threads.submit(_attempt, part, call)) for part in parts]
         for part, answer in calls:
             error = answer.result()
@@ -90,7 +93,7 @@ class Update:
 
 
 def _attempt(part: Engines, call: Callable[..., None]) -> Exception | None:
-    """Call with these engines. Returns the error; then their updates have ended unfinished."""
+    """Run `call` with the engines of one part. If it fails, end their updates as failed and return the error."""
     try:
         call(*part.values())
     except Exception as error:

@@ -121,22 +121,6 @@ def saved_line(records: Sequence[Numbers]) -> str:
     )
 
 
-def choice_line(records: Sequence[Numbers]) -> str:
-    """Return what the choice of verified drafts saved in a run as a line; "" if no step chose."""
-    chose = [values for values in records if "spec/ragged_saved_seconds" in values]
-    if not chose:
-        return ""
-    saved = sum(values["spec/ragged_saved_seconds"] for values in chose)
-    verified = sum(values["spec/verified_drafts"] for values in chose) / len(chose)
-    accepted = sum(values["spec/accepted_drafts"] for values in chose) / len(chose)
-    did = f"saved about {saved:.1f} s" if saved >= 0 else f"cost about {-saved:.1f} s"
-    return (
-        f"in {len(chose)} steps, choosing which drafts are verified {did} against the best number for all requests: "
-        f"{accepted:.2f} of {verified:.2f} verified drafts of a request and round were accepted. This is an estimate "
-        "from the rounds and their costs"
-    )
-
-
 def configs(values: Numbers) -> str:
     """Return each configuration's share of the decode rounds, the largest first: "k3 84%, off 16%"."""
     prefix = "spec/share_"

@@ -14,7 +14,7 @@ from megatron_rlspec import files
 from megatron_rlspec.config import Config
 from megatron_rlspec.config.base import shown
 from megatron_rlspec.records.clock import Clock
-from megatron_rlspec.records.live import choice_line, line, saved_line
+from megatron_rlspec.records.live import line, saved_line
 from megatron_rlspec.records.recorder import Decode, Recorder, read_records
 from megatron_rlspec.records.sinks import open_sinks
 from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
@@ -173,9 +173,8 @@ class Records:
         if self.recorder is None:
             return
         records = read_records(Path(self._config.train.run_dir) / "metrics.jsonl")
-        for told in (saved_line(records), choice_line(records)):
-            if told:
-                self.recorder.event("saved", told)
+        if told := saved_line(records):
+            self.recorder.event("saved", told)
 
     def _why_skipped(self, skipped: Sequence[str], values: Mapping[str, float]) -> str:
         gap = values.get(GAP, 0.0)

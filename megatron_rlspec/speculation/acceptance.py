@@ -118,9 +118,8 @@ class Prediction:
     reached   [F, K, D]: `reached[:, i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`, with each
               sharpness of coupled drafts (`types.SHARPNESS`); F = 1 for other drafts
     accepted  [F, K, D]: how many of them were accepted
-    by_logq   [F, 1 + D, 2, BINS] drafts by the drafter's log-probability, and those of them that were accepted: of all
-              depths by that of the draft, then of each depth by that of its chain (`losses/predict.by_logq`); None: not
-              known
+    by_logq   [F, 2, BINS] drafts of all depths by the drafter's log-probability, and those of them that were accepted
+              (`losses/predict.by_logq`); None: not known
     """
 
     steps: tuple[int, ...]
@@ -140,7 +139,7 @@ class Prediction:
         shape = (-1, len(steps), max(steps))
         counts = None
         if by_logq is not None:
-            counts = np.array(by_logq).reshape(-1, 1 + max(steps), 2, BINS)
+            counts = np.array(by_logq).reshape(-1, 2, BINS)
         sums = np.array(reached).reshape(shape), np.array(accepted).reshape(shape)
         return cls(tuple(steps), *sums, counts)
 
@@ -161,19 +160,7 @@ class Prediction:
     @property
     def chances(self) -> np.ndarray | None:
         """Return drafts [2, BINS] by log q and those accepted, as `ragged.Selection.counts` has them."""
-        return None if self.by_logq is None else self.by_logq[self._best, 0]
-
-    def chosen(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return drafts of a request [BINS + 1] that rounds verify, and accept, if they verify the likeliest chains.
-
-        The first of them verify all drafts, the last none.
-        """
-        assert self.by_logq is not None
-        chains = self.by_logq[self._best, 1 : 1 + num_steps]
-        requests = max(chains[0, 0].sum(), 1e-9)
-        curves = np.cumsum(chains.sum(0)[:, ::-1], 1)[:, ::-1] / requests
-        verified, accepted = np.pad(curves, ((0, 0), (0, 1)))
-        return verified, accepted
+        return None if self.by_logq is None else self.by_logq[self._best]
 
     @property
     def sharpness(self) -> float | None:
@@ -350,17 +337,14 @@ class Acceptance:
         """Restore the state that `to_json` returned. Raises ValueError, KeyError."""
         acceptance = cls(data["depth"])
         for name in _STATE:
-            values = [float(value) for value in data[name]]
-            if len(values) != acceptance.depth or not np.all(np.isfinite(values)):
+            values = np.array(data[name], float)
+            if values.shape != (acceptance.depth,) or not (values >= 0).all():
                 raise ValueError(
-                    f"acceptance state: {name} must hold {acceptance.depth} finite numbers, got {data[name]}"
+                    f"acceptance state: {name} must hold {acceptance.depth} numbers from 0 on, got {data[name]}"
                 )
-            if min(values) < 0:
-                raise ValueError(f"acceptance state: {name} must not be negative, got {values}")
-            setattr(acceptance, name, values)
-        for hits, draws in zip(acceptance.hits, acceptance.draws, strict=True):
-            if hits > draws:
-                raise ValueError("acceptance state: expected hits <= draws")
+            setattr(acceptance, name, values.tolist())
+        if not (np.array(acceptance.hits) <= acceptance.draws).all():
+            raise ValueError("acceptance state: expected hits <= draws")
         acceptance._refresh()
         return acceptance
 

@@ -20,10 +20,6 @@ MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned fo
 DECAY = 0.95  # the rate of a depth, as a share of the depth above it
 # tokens. Of the GPUs up to the H200, the H100 has the highest
 WIDEST_RIDGE = 300.0
-# A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
-# estimates for all layers, buffers for activations included.
-TARGET_GIB = 0.02
-DRAFTER_GIB = 0.005
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -87,32 +83,6 @@ def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
         steps = [k for k, end in ends.items() if end >= start]
         ranges[str(start)] = {"candidate_steps": sorted(steps)}
     return ranges
-
-
-def count(config: Mapping[str, Any], max_batch: int, start: int) -> dict[int, int]:
-    """Return how many graphs each step count of `slots` gets. `start`: the step count at launch, captured everywhere.
-
-    The passes of a step count are verification, the drafter's extension, and from two steps on drafting.
-    """
-    sizes = graph_sizes(max_batch)
-    starts = sorted(map(int, config))
-    graphs: dict[int, int] = {}
-    for size in sizes:
-        slot = max(first for first in starts if first <= size)
-        steps = set(config[str(slot)]["candidate_steps"])
-        for k in sorted(steps | {start}):
-            passes = 3 if k > 1 else 2
-            graphs[k] = graphs.get(k, 0) + passes
-    return graphs
-
-
-def gib(graphs: Mapping[int, int]) -> float:
-    """Estimate the GiB of the graphs that `count` returns. One graph in two or three is the target's."""
-    target = 0
-    for k, count_of_k in graphs.items():
-        target += count_of_k // (3 if k > 1 else 2)
-    drafter = sum(graphs.values()) - target
-    return TARGET_GIB * target + DRAFTER_GIB * drafter
 
 
 def chains(steps: Sequence[int]) -> tuple[SpecConfig, ...]:

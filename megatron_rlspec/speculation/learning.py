@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,13 +29,10 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 # drafts of a depth that must be observed before its rate is used as an expectation
 LEAST_DRAWS = 100
-LEAST_GAIN = 0.01  # that the trainer must predict before "auto" takes ragged rounds
 # drafts of a depth that count at most when a rollout begins: its texts and weights are new
 START_DRAWS = 50.0
-KNOWN = (
-    0.15  # error of plain decoding's time against that of drafts, up to which a factor is stated
-)
-_ADDED = ("predicted_ms", "switches", "probes")
+# error of plain decoding's time against that of drafts, up to which a factor is stated
+KNOWN = 0.15
 TIMED = 0.9  # part of the time of drafting rounds for which it must be known
 
 
@@ -61,7 +58,7 @@ class Learning:
     candidate_steps  of the engines' rule
     cost             of rounds, by the model's sizes; engines correct it by their own rounds
     adaptive         whether engines use `rule()`
-    ragged           whether they verify of each request the drafts worth it; "auto": if that should gain
+    ragged           whether they verify of each request the drafts worth it
     """
 
     def __init__(
@@ -70,14 +67,10 @@ class Learning:
         cost: Roofline,
         *,
         adaptive: bool = True,
-        ragged: bool | Literal["auto"] = False,
+        ragged: bool = False,
     ) -> None:
         self.cost = cost
         self.ragged = ragged
-        self.gain = 0.0  # that ragged rounds promise in the next rollout, over the best even ones
-        self._candidates = [SpecConfig.of(k) for k in candidate_steps]
-        # (requests, tokens of context, ms) of the rounds of the last rollout
-        self._places: list[tuple[int, int, float]] = []
         self.adaptive = adaptive
         self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
         self.prediction: Prediction | None = None  # of the next rollout
@@ -138,27 +131,7 @@ class Learning:
             values[f"predict/next_tokens_k{k}"] = tokens
         if prediction.sharpness is not None:
             self.sharpness = values["spec/sharpness"] = prediction.sharpness
-        if self.ragged and prediction.by_logq is not None and self._places:
-            self.gain = values["predict/ragged_gain"] = self._predicted_gain(prediction)
         return values
-
-    def _predicted_gain(self, prediction: Prediction) -> float:
-        """Return the share by which ragged rounds should be faster than the best even ones, at the last batches."""
-        times = self._times() or RoundTimes(self.cost, self._candidates)
-        curves = {}
-        for i, config in enumerate(times.candidates):
-            if config.num_steps in prediction.steps:
-                curves[i] = prediction.chosen(config.num_steps)
-        even_ms = ragged_ms = 0.0
-        for batch, context, ms in self._places:
-            even = best = 1 / min(times.ms(batch, context))  # plain decoding costs least
-            for i, (verified, accepted) in curves.items():
-                rates = (1 + accepted) / times.uneven(i, batch, context, verified)
-                even = max(even, float(rates[0]))
-                best = max(best, float(rates.max()))
-            even_ms += ms
-            ragged_ms += ms * even / best
-        return even_ms / ragged_ms - 1
 
     def observe(
         self,
@@ -172,7 +145,6 @@ class Learning:
         """
         metrics = self._errors(rounds)
         self.prediction = None
-        self._places = [(s.batch, s.context_tokens or s.batch, s.ms) for s in rounds if s.ms]
         learnt = [report["learnt"] for report in reports if report.get("learnt")]
         if learnt:
             self.learnt = max(learnt, key=lambda state: sum(state["times"]["timings"]))
@@ -190,7 +162,7 @@ class Learning:
             "acceptance": self.acceptance.fresh(START_DRAWS).to_json(),
         }
         if self.ragged:
-            rule["ragged"] = self.ragged is True or self.gain >= LEAST_GAIN
+            rule["ragged"] = True
         if self.adaptive and self.prediction is not None:
             rule["forecast"] = self.prediction.rates()
             if self.prediction.chances is not None:
@@ -220,7 +192,6 @@ class Learning:
             "acceptance": self.acceptance.to_json(),
             "prediction": self.prediction and self.prediction.sums(),
             "sharpness": self.sharpness,
-            "ragged_gain": self.gain,
             "rounds": self.learnt,  # version 0.3.0 had something else under "learnt"
         }
 
@@ -237,7 +208,6 @@ class Learning:
         elif known:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.sharpness = state.get("sharpness")
-        self.gain = state.get("ragged_gain", 0.0)
         self.learnt = state.get("rounds")
         if state.get("prediction"):
             self.prediction = Prediction.of_sums(*state["prediction"])
@@ -299,44 +269,13 @@ class Learning:
         verified = sum(stats.verified for stats in rounds)
         if verified:
             values["spec/verified_drafts"] = verified / float(drafting.sum())
-        if (chose := self._saved_by_choice(rounds)) is not None:
-            values["spec/ragged_saved_seconds"] = chose
         if (found := self.saved(rounds, delivered)) is not None:
             values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
-        decided = [report for report in reports if report.get("predicted_ms")]
-        if not decided:
-            return values
-        sums = {name: sum(report[name] for report in decided) for name in _ADDED}
-        regret = sum(report["estimated_regret"] * report["predicted_ms"] for report in decided)
-        values["spec/estimated_regret"] = regret / sums["predicted_ms"]
-        values["spec/switches"] = float(sums["switches"])
-        values["spec/probes"] = float(sums["probes"])
+        decided = [report for report in reports if report.get("rounds")]
+        if decided:
+            values["spec/switches"] = float(sum(report["switches"] for report in decided))
+            values["spec/probes"] = float(sum(report["probes"] for report in decided))
         return values
-
-    def _saved_by_choice(self, rounds: Sequence[RoundStats]) -> float | None:
-        """Return the seconds more that the best even rounds would have taken, as estimated; None without a choice."""
-        times = self._times()
-        known = times.candidates if times else ()
-        chose = [s for s in rounds if s.if_all and sum(s.accepted) and s.config in known]
-        if times is None or not chose:
-            return None
-        saved = 0.0
-        for stats in chose:
-            place = stats.batch, stats.context_tokens or stats.batch
-            requests = sum(stats.if_all)
-            # that accept 1, 2, ... drafts if all are verified
-            reached = np.cumsum(stats.if_all[::-1])[-2::-1]
-            rates = [requests / min(times.ms(*place))]
-            for i, config in enumerate(times.candidates):
-                k = config.num_steps
-                if 0 < k <= stats.config.num_steps:
-                    tokens = requests + reached[:k].sum()
-                    rates.append(tokens / float(times.uneven(i, *place, np.array([k]))[0]))
-            drafts = np.array([stats.verified / sum(stats.accepted)])
-            ran = times.candidates.index(stats.config)
-            ms = float(times.uneven(ran, *place, drafts)[0])
-            saved += stats.ms * (_tokens(stats) / ms / max(rates) - 1)
-        return float(saved) / 1e3
 
 
 def _mean(tokens: Mapping[int, float], requests: Mapping[int, int]) -> float:

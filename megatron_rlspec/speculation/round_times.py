@@ -78,7 +78,10 @@ class RoundTimes:
         self._errors: dict[int, list[float]] = {}
 
     def verify(self, drafts: Sequence[float]) -> None:
-        """From now on rounds of each candidate verify so many drafts of a request, on average."""
+        """Compute costs for rounds that do not verify all drafts, until the next call.
+
+        drafts  drafts that a round of each candidate verifies of a request on average, in the order of the candidates
+        """
         self._verified = np.array(drafts)
         self._rows.clear()
         self._curves.clear()

@@ -42,13 +42,11 @@ REPLAN = 32  # rounds for which the thresholds of a ragged rule stay
 
 @dataclass
 class _Tally:
-    """Counts since the last report. `ms` is in the unit of the cost, a plain pass."""
+    """Counts since the last report."""
 
     rounds: Counter[SpecConfig] = field(default_factory=Counter)
     switches: int = 0
     trial_rounds: int = 0
-    ms: float = 0.0
-    lost_ms: float = 0.0  # against the best candidate by the estimates
 
 
 class SpecRule:
@@ -97,8 +95,6 @@ class SpecRule:
         self._incumbent = -1
         self._lost = [0.0] * len(self.candidates)  # rounds, by not running each candidate
         self._batch = 0  # of the last round
-        # since the drafter last ran, for an engine that does not say what it missed
-        self._missed_rounds = 0
         self._catching_up = False  # in the round just chosen
         self._tally = _Tally()
 
@@ -108,7 +104,7 @@ class SpecRule:
         self,
         batch: int,
         context_tokens: int,
-        missed: Callable[[int], int] | None = None,
+        missed: Callable[[int], int],
         *,
         apart: bool = True,
     ) -> SpecConfig:
@@ -117,38 +113,27 @@ class SpecRule:
         missed  returns how many tokens the drafter has not read of the n requests that missed least. The engine must
                 let it read those of `catch_up` requests before the round
         apart   whether a part of the requests can catch up; if not, all of them do when a round drafts
-
-        Raises ValueError for batch < 1.
         """
-        if batch < 1:
-            raise ValueError(f"batch={batch}, expected at least one running request")
         self.trials.unseen += 1
-        per_token = self.cost.catch_up_ms
-        rounds_missed = self._missed_rounds
-
-        def missed_tokens(requests: int) -> int:
-            return requests * rounds_missed if missed is None else missed(requests)
 
         def catch_up_ms(requests: int) -> float:
-            return per_token * missed_tokens(requests)
+            return self.cost.catch_up_ms * missed(requests)
 
         if self.selection is not None:
             self._plan(self.selection, batch, context_tokens)
         ms = self.times.ms(batch, context_tokens)
         rates = self._rates(batch, ms)
         self._follow(batch, ms, rates, catch_up_ms)
-        apart = apart and missed is not None
         now = Situation(batch, self._incumbent, ms, rates, catch_up_ms, apart)
         chosen = self.trials.next(now)
         tries = chosen >= 0
         drafting = min(self.trials.requests, batch) if tries else batch
-        chosen = chosen if tries else self._incumbent
-        config = self.candidates[chosen]
-        self._chosen = chosen
-        self._catching_up = not config.off and missed_tokens(drafting) > 0
-        self._missed_rounds = self._missed_rounds + 1 if config.off else 0
+        self._chosen = chosen if tries else self._incumbent
+        config = self.candidates[self._chosen]
+        self._catching_up = not config.off and missed(drafting) > 0
         self.catch_up = 0 if config.off else drafting
-        self._account(now, chosen, drafting, tries)
+        self._tally.rounds[config] += 1
+        self._tally.trial_rounds += tries
         return config
 
     def lengths(self, logq: np.ndarray) -> np.ndarray:
@@ -242,19 +227,15 @@ class SpecRule:
         self._batch = former._batch
 
     def report(self) -> dict[str, Any]:
-        """Return the choices since the last report and the state, as JSON. Regret and shares are by the estimates."""
+        """Return the choices since the last report and the state, as JSON."""
         tally, self._tally = self._tally, _Tally()
-        report: dict[str, Any] = {
+        return {
             "rounds": {str(config): n for config, n in sorted(tally.rounds.items())},
             "switches": tally.switches,
             "probes": tally.trial_rounds,
             "acceptance": [round(rate, 4) for rate in self.acceptance.rates],
             "learnt": self._learnt(),
         }
-        if tally.ms:
-            report["predicted_ms"] = tally.ms
-            report["estimated_regret"] = tally.lost_ms / tally.ms
-        return report
 
     # Decisions
 
@@ -330,18 +311,7 @@ class SpecRule:
         self.trials.restart()
         self._tally.switches += 1
 
-    # Counts and state
-
-    def _account(self, now: Situation, candidate: int, drafting: int, tries: bool) -> None:
-        """Count the round just chosen; `drafting` of its requests draft."""
-        tally = self._tally
-        tally.rounds[self.candidates[candidate]] += 1
-        ms = now.ms[candidate]
-        tokens = now.batch + drafting * (self._tokens(candidate) - 1.0)
-        lost_ms = ms - tokens / (now.batch * max(now.rates))
-        tally.ms += ms
-        tally.lost_ms += lost_ms
-        tally.trial_rounds += tries
+    # State
 
     def _learnt(self) -> dict[str, Any]:
         """Return what outlives an engine: the times of rounds, what trials may lose, and how likely drafts are."""

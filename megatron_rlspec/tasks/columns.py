@@ -5,10 +5,8 @@ Rows of slime, verl and TRL are read as they are: where a default column is miss
 
 from __future__ import annotations
 
-import ast
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -123,8 +121,6 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
     """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
     key = options.prompt_key
     value = _needed(where, row, key, "data.prompt_key")
-    if isinstance(value, str) and value.startswith("[{"):
-        value = _written_messages(value)
     if not isinstance(value, list):
         text: str = checked(where, key, value, _FILLED)
         return text
@@ -133,17 +129,6 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
             f"{where}: {key} is a list; chat messages need data.apply_chat_template=true"
         )
     return [message.model_dump() for message in checked(where, key, value, _MESSAGES)]
-
-
-def _written_messages(text: str) -> Any:
-    """Return the messages that a text holds, as CSV files have them: JSON, or what Python prints; else the text."""
-    readers: tuple[Callable[[str], Any], ...] = (json.loads, ast.literal_eval)
-    for read in readers:
-        with suppress(ValueError, SyntaxError, TypeError):
-            found = read(text)
-            if all("role" in message for message in found):
-                return found
-    return text
 
 
 def demonstration(

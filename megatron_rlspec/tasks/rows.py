@@ -1,10 +1,8 @@
-"""Read the rows of JSON, Parquet, Arrow and CSV files, and of data sets on the Hub."""
+"""Read the rows of JSON and Parquet files, and of data sets on the Hub."""
 
 from __future__ import annotations
 
 import codecs
-import csv
-import re
 from collections.abc import Iterator
 from glob import glob, has_magic
 from pathlib import Path
@@ -18,14 +16,13 @@ from megatron_rlspec.texts import first_line
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 MOST_BYTES = 1 << 32  # of a file that is read whole
-WHOLE = re.compile(r"-?\d+\.0")  # as pandas writes a whole number beside empty cells
 
 
 def read_rows(source: str | Path) -> Rows:
     """Yield (place, row) of every row. The place is "file:line", or "source: row n" where there are no lines.
 
     source  files, separated by commas, or patterns of their names; or NAME?OPTION=VALUE of a data set on the Hub, with
-            the options of `datasets.load_dataset`
+            the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE
 
     Raises DataError, and FileError for what is no JSON.
     """
@@ -108,55 +105,19 @@ def _json_rows(path: Path) -> Rows:
         yield where, _object(where, row)
 
 
-def _table_rows(path: Path) -> Rows:
-    import pyarrow
-
-    number = 0
-    try:
-        for batch in _batches(path):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", row
-    except DataError:
-        raise
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        kind = path.suffix[1:].capitalize()
-        raise DataError(f"{path}: truncated or not {kind} ({first_line(error)})") from None
-
-
-def _batches(path: Path) -> Iterator[Any]:
+def _parquet_rows(path: Path) -> Rows:
     import pyarrow
     import pyarrow.parquet
 
-    if path.suffix == ".parquet":
-        with pyarrow.parquet.ParquetFile(path) as file:
-            yield from file.iter_batches()
-    else:
-        with pyarrow.memory_map(str(path)) as mapped:
-            yield from pyarrow.ipc.open_stream(mapped)
-
-
-def _csv_rows(path: Path) -> Rows:
-    csv.field_size_limit(1 << 30)
+    number = 0
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            row: dict[str, Any]
-            for row in reader:
-                where = f"{path}:{reader.line_num}"
-                if None in row or None in row.values():
-                    raise DataError(f"{where}: expected {len(reader.fieldnames or ())} columns")
-                for key, text in row.items():
-                    row[key] = float(text) if WHOLE.fullmatch(text) else text
-                yield where, row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not valid CSV in UTF-8 ({first_line(error)})") from None
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", row
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
 
 
-READERS = {
-    ".jsonl": _jsonl_rows,
-    ".json": _json_rows,
-    ".parquet": _table_rows,
-    ".arrow": _table_rows,  # as `datasets` writes them
-    ".csv": _csv_rows,
-}
+READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}

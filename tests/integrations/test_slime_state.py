@@ -13,13 +13,13 @@ from megatron_rlspec.speculation.ragged import BINS
 
 
 def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
-    by_logq = np.arange(4 * 2 * BINS, dtype=float)
+    by_logq = np.arange(2 * BINS, dtype=float)
     sums = np.array([[4.0, 0, 0], [3, 2, 1]]), np.array([[2.0, 0, 0], [2, 1, 0]])
     prediction = Prediction.of_sums((1, 3), *sums, by_logq)
     slime_state.write_prediction(tmp_path, 6, prediction)
     read = slime_state.read_prediction(tmp_path, 7)
     assert read.steps == (1, 3) and read.rates(3) == prediction.rates(3)
-    assert np.array_equal(read.chances, by_logq[: 2 * BINS].reshape(2, BINS))  # of which engines' chances start
+    assert np.array_equal(read.chances, by_logq.reshape(2, BINS))  # of which engines' chances start
     assert slime_state.read_prediction(tmp_path, 6) is None
 
 

@@ -242,7 +242,7 @@ def test_a_refused_coupled_draft_is_taken_to_be_the_likeliest_token():
 
 
 def test_drafts_are_counted_by_log_q_where_played_rounds_make_them():
-    """Against rounds that are played: how often drafts of some log q were reached and right, and whole chains."""
+    """Against rounds that are played: how often drafts of some log q were reached and right."""
     rng = np.random.default_rng(4)
     length = 30_000
     logq = -rng.exponential(0.5, (length, DEPTH))
@@ -254,24 +254,14 @@ def test_drafts_are_counted_by_log_q_where_played_rounds_make_them():
     played = np.zeros_like(found)
     position = 0
     while position < length:
-        chain = np.cumsum(logq[position])
         for depth in range(DEPTH):
             reached = right[position, :depth].all()
             here = ragged.cells_of(logq[position, depth]) * ragged.BINS // ragged.CELLS
-            of_chain = ragged.cells_of(chain[depth]) * ragged.BINS // ragged.CELLS
-            played[0, :, here] += reached, reached & right[position, depth]
-            played[1 + depth, :, of_chain] += 1, reached & right[position, depth]
+            played[:, here] += reached, reached & right[position, depth]
         position += 1 + int(np.cumprod(right[position]).sum())
     # the two spacings of bins differ by 1 % of a bin
     assert np.abs(found - played).sum() < 0.01 * played.sum()
-    assert (found[:, 0] >= found[:, 1]).all()
-    prediction = Prediction.of_sums((DEPTH,), np.ones(DEPTH), np.ones(DEPTH), found.ravel())
-    verified, accepted = prediction.chosen(DEPTH)
-    assert verified[0] == DEPTH and verified[-1] == accepted[-1] == 0
-    assert 1 + accepted[0] == pytest.approx(length / starts.sum().item(), rel=1e-3)
-    likely = np.exp(np.cumsum(logq, 1)) > 0.5
-    at = np.searchsorted(-verified, -likely.sum(1).mean())
-    assert accepted[at] / verified[at] > 1.3 * accepted[0] / verified[0]
+    assert (found[0] >= found[1]).all()
 
 
 def test_depths_below_the_trained_ones_follow_the_deepest():

@@ -40,8 +40,6 @@ FILES = [
 
 CONTRADICTIONS = [
     option("--spec.ragged true --spec.drafts argmax", "spec.ragged=true", "spec.drafts=coupled"),
-    option("--spec.ragged auto --spec.drafts argmax", "spec.ragged=auto", "spec.drafts=coupled"),
-    option("--spec.ragged maybe", "spec.ragged: expected true, false or 'auto'", "maybe"),
     option("--spec.num_steps 4", "spec.num_steps=4", "candidate_steps=[0, 1, 2, 3, 5]"),
     option("--spec.mode fixed --spec.ragged true", "spec.ragged=true", "mode=fixed"),
     option("--parallel.sequence true", "parallel.sequence=true", "tensor=1"),

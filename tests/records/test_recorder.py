@@ -11,7 +11,7 @@ import pytest
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.files import FileError
 from megatron_rlspec.records import sinks
-from megatron_rlspec.records.live import choice_line, line
+from megatron_rlspec.records.live import line
 from megatron_rlspec.records.recorder import Recorder, pieces, read_records
 from megatron_rlspec.types import Prompt, Sample
 
@@ -74,15 +74,6 @@ def test_a_step_is_one_line_of_what_changes():
     assert line(4, 30, STEP, 125.0) == f"step 5/30  {shown}  2 min left"
     record = {"rollout/accept_length": math.nan, "policy/loss": 1.5, "seconds_train": 0.5}
     assert line(2, 9, record) == "step 3/9  loss 1.500  train 0.5 s"
-
-
-def test_what_the_choice_of_drafts_saved_is_one_line():
-    chose = {"spec/ragged_saved_seconds": 1.5, "spec/verified_drafts": 2.0, "spec/accepted_drafts": 1.9}
-    other = {"spec/ragged_saved_seconds": -0.5, "spec/verified_drafts": 3.0, "spec/accepted_drafts": 2.1}
-    assert choice_line([{"spec/rounds": 3.0}]) == ""
-    assert "saved about 1.0 s" in choice_line([{}, chose, other])
-    assert "2.00 of 2.50 verified drafts" in choice_line([{}, chose, other])
-    assert "cost about 0.5 s" in choice_line([other])
 
 
 TOKENS = np.arange(4)

@@ -1,4 +1,4 @@
-"""Graphs are captured where a candidate can be chosen, as counted."""
+"""Graphs are captured where a candidate can be chosen."""
 
 from __future__ import annotations
 
@@ -34,7 +34,3 @@ def test_ranges_end_at_the_next_captured_size():
         4: [0, 1, 3],
         65: [0, 1],
     }
-    sizes = graphs.graph_sizes(256)
-    found = graphs.count(config, 256, start=1)
-    assert found == {0: 2 * 51, 1: 2 * 51, 3: 3 * sum(size <= 64 for size in sizes), 5: 3 * 3}
-    assert graphs.count(config, 256, start=3)[3] == 3 * 51  # SGLang captures its first step count at every size

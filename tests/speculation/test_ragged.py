@@ -110,7 +110,7 @@ def test_a_rule_drafts_more_where_it_verifies_what_is_worth_it():
         rule = SpecRule(candidates, cost, ragged=ragged)
         delivered = ms = 0.0
         for number in range(400):
-            config = rule.choose(128, 128 * 100)
+            config = rule.choose(128, 128 * 100, lambda n: 0)
             logq, run = chains(rng, 128, config.num_steps)
             verified = np.full(128, config.num_steps)
             if ragged:

@@ -1,6 +1,5 @@
 """Rows of both formats, chat templates, lengths, and the order of drawing."""
 
-import csv
 import json
 import runpy
 from pathlib import Path
@@ -104,15 +103,6 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("write", [json.dumps, repr])
-def test_messages_in_a_csv_file_are_messages(tmp_path, chat_tokenizer, write):
-    messages = [{"role": "system", "content": "x1"}, {"role": "user", "content": "a, 'b' \"c\""}]
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([["prompt", "label"], [write(messages), 7], ["[{a1}]", 8]])
-    prompts, _ = read_prompts(tmp_path / "rows.csv", DataConfig(apply_chat_template=True), chat_tokenizer, 100)
-    assert [prompt.text for prompt in prompts] == ["s=x1,u=a, 'b' \"c\",a=", "u=[{a1}],a="]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_other_projects_are_read_as_they_are(tmp_path, chat_tokenizer, form):
     path = jsonl(tmp_path / "rows.jsonl", [FORMS[form]])
@@ -126,21 +116,16 @@ def test_a_dot_leads_into_an_object(tmp_path, tokenizer):
 
 
 def test_several_files_of_every_kind(tmp_path, tokenizer):
-    (tmp_path / "a.csv").write_text('\ufeffprompt,label\n"a,1",42.0\n"b",x\n')
     for name in ("b", "c"):
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "label": name}])
     jsonl(tmp_path / "d.json", [{"prompt": "d", "label": "d"}])
     (tmp_path / "e.json").write_text('\ufeff [\n {"prompt": "e", "label": "e"}]')
-    table = pyarrow.Table.from_pylist([{"prompt": "f", "label": "f"}])
-    with pyarrow.ipc.new_stream(tmp_path / "f.arrow", table.schema) as stream:
-        stream.write_table(table)
-    config = load(
-        None, {"data.path": f"{tmp_path}/a.csv,{tmp_path}/*.json*,{tmp_path}/*.arrow", "model.max_length": "2000"}
-    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "label": "a"}]), tmp_path / "a.parquet")
+    config = load(None, {"data.path": f"{tmp_path}/a.parquet,{tmp_path}/*.json*", "model.max_length": "2000"})
     assert DataConfig(path=["x", "y"]).path == "x,y"
     prompts, _ = read_prompts(config.data.path, config.data, tokenizer, 100)
-    assert [p.id for p in prompts] == list(range(7)) and [p.text for p in prompts] == ["a,1", *"bbcdef"]
-    assert [p.label for p in prompts] == ["42", *"xbcdef"]
+    assert [p.id for p in prompts] == list(range(5))
+    assert [p.text for p in prompts] == [p.label for p in prompts] == list("abcde")
     for path, expected in (("/z*.jsonl", "no file has such a name"), ("", "a directory; expected files, such as")):
         with pytest.raises(DataError, match=expected):
             read_prompts(f"{tmp_path}{path}", config.data, tokenizer, 100)

@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     # an older page in a run directory is replaced
     inputs = {} if out.suffix == ".html" else {f"the run {directory}": directory}
-    files.check_outputs({"--out": out}, inputs)
+    files.check_output(out, inputs)
     page = render(run)
     # A text may hold half a surrogate pair, which becomes "?".
     files.write_output(out, page.encode("utf-8", "replace"))

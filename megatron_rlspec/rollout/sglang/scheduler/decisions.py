@@ -166,7 +166,7 @@ class Decider:
         self.held = reason
 
     def choose(
-        self, batch: int, context_tokens: int, missed: Callable[[int], int] | None
+        self, batch: int, context_tokens: int, missed: Callable[[int], int]
     ) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
         if self.held:
