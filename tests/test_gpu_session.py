@@ -12,11 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gpu.widen import Shape, Widening, main, widened_shape
-from short_run import run
+from gpu.widen import Shape, main, widened_shape
 from transformers import AutoModelForCausalLM
 
 from megatron_rlspec.extensions.migration.plans import round_costs
@@ -71,13 +69,6 @@ def test_a_trace_is_read_as_work_and_gaps(gpu):
     assert times.kernels == {"a": 1, "b": 1, "c": 1} and times.gaps == {"b | c": 0.5}
 
 
-def test_another_distribution_is_seen(gpu):
-    rng = np.random.default_rng(0)
-    first, second = rng.geometric(0.5, (2, 4000)).tolist()
-    assert gpu.lossless.homogeneity(first, second)[0] > 0.01
-    assert gpu.lossless.homogeneity(first, rng.geometric(0.6, 4000).tolist())[0] < 1e-6
-
-
 def test_the_widened_policies_have_heads_that_sglang_takes(gpu):
     """SGLang's MiMo divides the hidden size by the heads. SmolLM2-135M, and the quickstart's model."""
     smollm2 = Shape(hidden=576, heads=9, kv_heads=3, head_size=64, ffn=1536, layers=30)
@@ -95,9 +86,7 @@ def test_the_log_of_captures_is_read(gpu):
 @pytest.mark.parametrize(
     ("end", "state", "why"),
     [
-        ("", "done", ""),
         ("raise ValueError('a reason')", "failed", "ValueError: a reason (exit code 1)"),
-        ("import os; os.kill(os.getpid(), 9)", "failed", "exit code -9"),
         ("import time; time.sleep(600)", "out of time", "took longer than 1 s"),
     ],
 )
@@ -157,12 +146,6 @@ def test_the_others_go_on_after_a_part_that_failed(gpu, ran):
     assert ran.sets == ["wide", "wide", "", "variants", "", "uneven"], "engines that a killed part asked start anew"
 
 
-def test_parts_without_their_models_do_not_begin(gpu, ran):
-    ran.ends = {"model": "failed"}
-    record = ran.session(["model", "profile", "train"])
-    assert record.ends["profile"]["why"] == "needs the part model" and list(ran.limits) == ["model", "train"]
-
-
 def test_a_second_call_goes_on_with_what_is_missing(gpu, ran):
     ran.ends = {"profile": "failed"}
     parts = ["model", "profile", "train"]
@@ -220,20 +203,10 @@ def test_session_a_on_a_cpu(gpu, tmp_path):
     assert values["variants: as served, 4 requests: 3 drafts / plain"] > 0
     assert "variants: draft vocabulary, 4 requests: a round is shorter by" in values
     assert values["lossless: drafts: probability of such a difference"] > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_uneven_rounds_on_a_cpu(gpu, tmp_path):
-    """As one call does it on a card; of so few requests no gain is expected."""
-    values = session(tmp_path, "--session", "a", "--parts", "peaked,uneven")
     assert values["uneven: 4 requests: equal texts"] == 1, "float32"
     for point in ("4 requests of 16", "8 requests of 16"):
-        assert values[f"uneven: {point}: uneven / even"] > 0
-        for name in ("even", "uneven"):
-            assert values[f"uneven: {point}: {name}"] > 0
-            drafts = [values.get(f"uneven: {point}: {name}, {what}", 0) for what in ("accepted", "verified")]
-            assert 0 <= drafts[0] <= drafts[1] <= 3
+        drafts = [values.get(f"uneven: {point}: uneven, {what}", 0) for what in ("accepted", "verified")]
+        assert values[f"uneven: {point}: uneven / even"] > 0 and 0 <= drafts[0] <= drafts[1] <= 3
 
 
 @pytest.mark.slow
@@ -285,30 +258,3 @@ def test_logits_are_the_narrow_models(start, tmp_path):
     )
     spread = narrow_logits.std()
     assert (wide_logits - narrow_logits).abs().max() < 1e-6 * spread
-
-
-@pytest.mark.slow
-def test_a_step_of_rl_with_its_push_is_the_narrow_models(start, tmp_path):
-    """Two steps: the second rollout comes from engines that got the first step's policy and drafter by a push."""
-    wide = widened(start, tmp_path)
-    options = {"train__steps": 2, "rollout__engine": "embedded", "spec__mode": "fixed", "optimizer__lr": 1e-5}
-    records = []
-    for name, folder in (("narrow", start), ("wide", wide)):
-        run(folder, tmp_path / name, **options)
-        records.append(read_records(tmp_path / name / "metrics.jsonl"))
-    for narrow_step, wide_step in zip(*records, strict=True):
-        for name in ("rollout/reward", "rollout/accept_length", "rollout/response_tokens"):
-            assert wide_step[name] == narrow_step[name]
-        for name in ("policy/entropy", "drafter/loss_1"):
-            assert abs(wide_step[name] - narrow_step[name]) < 1e-4 * narrow_step[name]
-
-    narrow_config, narrow_tensors = read_hf(start / "model")
-    wide_config, before = read_hf(wide / "model")
-    _, after = read_hf(tmp_path / "wide/hf")
-    widening = Widening(Shape.of_config(narrow_config), Shape.of_config(wide_config))
-    for name, tensor in before.items():
-        added = torch.ones_like(tensor, dtype=torch.bool)
-        if name in narrow_tensors:
-            added = widening.tensor(name, torch.ones_like(narrow_tensors[name])) == 0
-        assert after[name][added].equal(tensor[added]), name
-        assert added.all() or not after[name].equal(tensor), name

@@ -48,20 +48,6 @@ def test_the_reward_is_the_tasks_own(task, rows, score):
         assert score(response="<answer>no idea</answer>", **given) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["chain_sum", "terms=3"], "unexpected keyword argument 'terms'"),
-        (["chain_sums"], "Dataset 'chain_sums' not registered"),
-        (["rush_hour", "size=1"], "its score does not accept the answer"),
-    ],
-)
-def test_what_cannot_be_used_is_one_line(words, expected, rows, capsys):
-    with pytest.raises(SystemExit):
-        rows(*words)
-    assert expected in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_the_reward_runs_in_its_own_process(rows):
     (row,) = rows("chain_sum", "size=1")
     prompt = Prompt(0, [1], text=row["prompt"], label=row["label"], metadata=row["metadata"])

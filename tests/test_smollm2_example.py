@@ -72,14 +72,3 @@ def test_a_packed_policy_is_what_the_gpu_session_reads(tmp_path):
     expected = {name: tensor for name, tensor in weights(shape).items() if ".mtp_layers." in name}
     assert drafter.keys() == expected.keys()
     assert all(drafter[name].equal(tensor.bfloat16()) for name, tensor in expected.items())
-
-
-def test_only_a_token_that_is_never_written_ends_the_texts_of_a_packed_policy(tmp_path):
-    tool = runpy.run_path(str(ROOT / "tools/smollm2_drafter.py"))
-    tokens = [{"id": 2, "content": "<|im_end|>"}, {"id": 5, "content": tool["NEVER"]}]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 2, "hidden_size": 8}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    tool["set_end"](tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == {"eos_token_id": 5, "hidden_size": 8}
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"eos_token": tool["NEVER"]}

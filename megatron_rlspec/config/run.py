@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 from pydantic import model_validator
@@ -19,7 +17,6 @@ from megatron_rlspec.config.machine import ParallelConfig, PlacementConfig, Push
 from megatron_rlspec.config.model import ModelConfig
 from megatron_rlspec.config.reward import RewardConfig
 from megatron_rlspec.config.rollout import RolloutConfig
-from megatron_rlspec.config.run_dir import taken_by
 from megatron_rlspec.config.spec import SpecSection
 from megatron_rlspec.config.tail import TailConfig
 from megatron_rlspec.config.training import HealthConfig, OptimizerConfig, TrainConfig
@@ -144,10 +141,6 @@ class Config(Section):
         """
         for problem in self._problems(command, world_size, because):
             raise ConfigError(problem)
-        run_dir = Path(self.train.run_dir)
-        check_writable(run_dir)
-        if taken := taken_by(run_dir, self.train.resume):
-            raise ConfigError(f"train.run_dir={run_dir}: {taken}")
 
     def _problems(self, command: Command, world_size: int, because: str) -> Iterator[str]:
         if not self.model.path:
@@ -261,16 +254,3 @@ class Config(Section):
             raise ConfigError(f"answer.path={self.answer.path}: expected a .jsonl file to write")
         for problem in self._small_cache():
             raise ConfigError(problem)
-        check_writable(Path(self.answer.path).parent, "answer.path's directory")
-
-
-def check_writable(run_dir: Path, option: str = "train.run_dir") -> None:
-    """Raise ConfigError if the run cannot write there."""
-    expected = "expected a directory that the run can write to"
-    nearest = run_dir.absolute()
-    while not os.path.lexists(nearest):
-        nearest = nearest.parent
-    if not nearest.is_dir():
-        raise ConfigError(f"{option}={run_dir}: Not a directory: {nearest}; {expected}")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option}={run_dir}: not writable; {expected}")

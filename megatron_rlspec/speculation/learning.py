@@ -192,7 +192,7 @@ class Learning:
             "acceptance": self.acceptance.to_json(),
             "prediction": self.prediction and self.prediction.sums(),
             "sharpness": self.sharpness,
-            "rounds": self.learnt,  # version 0.3.0 had something else under "learnt"
+            "learnt": self.learnt,
         }
 
     def restore(self, state: Mapping[str, Any]) -> str:
@@ -208,7 +208,7 @@ class Learning:
         elif known:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.sharpness = state.get("sharpness")
-        self.learnt = state.get("rounds")
+        self.learnt = state.get("learnt")
         if state.get("prediction"):
             self.prediction = Prediction.of_sums(*state["prediction"])
         return lost

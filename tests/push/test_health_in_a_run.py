@@ -17,14 +17,12 @@ from megatron_rlspec.push.detectors import HealthSettings
 from megatron_rlspec.records.recorder import Recorder, read_records
 from megatron_rlspec.rollout.placement import GpuLayout
 from megatron_rlspec.rollout.start import embedded
-from megatron_rlspec.run import engines
 from megatron_rlspec.run.checkpoints import Drawn
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import build_rollouts, start_rollouts
 from megatron_rlspec.speculation.acceptance import Prediction
-from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.rule import SpecRule
-from megatron_rlspec.types import OFF, Prompt, Request, RoundStats, SpecConfig
+from megatron_rlspec.types import OFF, Prompt, Request, SpecConfig
 
 PROMPTS = [Prompt(i, np.random.default_rng(i).integers(0, 128, 6)) for i in range(32)]
 CHAIN = SpecConfig(3)
@@ -162,35 +160,3 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
 @pytest.mark.parametrize("run", [{"spec__mode": "off"}], indirect=True)
 def test_without_a_drafter_in_use_pushes_succeed(run):
     assert "health/canary_accept_length" not in run.push(1) and run.events() == []
-
-
-ROUNDS = 20
-
-
-@pytest.fixture
-def adaptive(tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "CANARY_PROMPTS", 0)
-    options = {"spec__mode": "adaptive", "spec__candidate_steps": "0,1,3"}
-    monkeypatch.setattr(SpecRule, "timed", lambda *_, **__: None)  # costs are those below
-    made = Run(tmp_path, rollout__max_new_tokens=str(ROUNDS), **options)
-    learning = made.rollouts.speculation.learning
-    learning.cost = Roofline.of_layers(8)  # with the model's one layer, drafting would never be faster
-    learning.observe([RoundStats(SpecConfig(1), 32, 3200, 40, 40.0, (1249, 31))], [])  # the drafter was bad before
-    made.engine.set_spec_rule(learning.rule())
-    yield made
-    made.rollouts.close()
-
-
-@pytest.mark.slow
-def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds(adaptive):
-    """Earlier, each push restarted the wait for a probe. So no probe ever ran."""
-    share_off = []
-    for version in range(1, 17):
-        adaptive.push(version)
-        adaptive.draw(f"v{version:02d}")
-        found = adaptive.rollouts.adapt(Prediction.of_sums((1, 3), np.full((2, 3), 500.0), np.full((2, 3), 150.0)))
-        share_off.append(found.get("spec/share_off", 0.0))
-    # A push makes trials come earlier. If they began anew with it, 16 of 19 rounds of this rollout had no drafts.
-    assert 0 < share_off[0] < 0.7, share_off
-    assert max(share_off[4:]) < 0.2, share_off
-    assert adaptive.rollouts.speculation.learning.acceptance.rates[0] > 0.5

@@ -47,30 +47,6 @@ def test_forgetting_follows_a_change():
     assert acceptance.rates[0] == pytest.approx(0.2, abs=0.1)
 
 
-def test_silence_makes_old_evidence_weak():
-    told = remembering(1, 100)
-    for _ in range(300):
-        observe(told, 1, [0] * 8)
-    observe(told, 1, [1] * 8, elapsed=1)
-    silent = Acceptance.from_json(told.to_json())
-    silent.keep = told.keep
-    observe(told, 1, [1] * 8, elapsed=1)
-    observe(silent, 1, [1] * 8, elapsed=300)
-    assert told.rates[0] < 0.05 and silent.rates[0] > 0.15
-    assert silent.draws[0] < 60
-
-
-def test_the_cap_on_draws_makes_large_batches_forget_by_the_data():
-    small, large = remembering(1, 200, 1000), remembering(1, 200, 1000)
-    for _ in range(100):
-        observe(small, 1, [1])
-        observe(large, 1, [1] * 256)
-    for _ in range(12):
-        observe(small, 1, [0])
-        observe(large, 1, [0] * 256)
-    assert large.rates[0] < 0.1 < 0.8 < small.rates[0]
-
-
 def test_an_untried_depth_moves_with_the_depth_above_it():
     rng = np.random.default_rng(3)
     acceptance = remembering(2, 100)

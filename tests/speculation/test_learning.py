@@ -102,13 +102,6 @@ def test_what_engines_learnt_of_rounds_is_kept_for_those_that_start_later():
     assert ms[2] / ms[0] == pytest.approx(1.4, rel=0.02)
 
 
-def test_what_an_older_release_learnt_of_rounds_is_learnt_anew():
-    resumed = learning()
-    resumed.restore(resumed.state() | {"learnt": {"rounds": [[3, 1, 4, 8, 800, 1.4]]}})  # of 0.3.0
-    assert "learnt" not in resumed.rule()
-    assert resumed.saved([RoundStats(SpecConfig(3), 8, 800, 100, 1400.0, (200, 200, 200, 200))]) is None
-
-
 def test_what_drafts_saved_is_estimated_from_the_timed_rounds():
     made = learning()
     drafted = RoundStats(SpecConfig(3), 8, 800, 100, 1400.0, (200, 200, 200, 200))  # 2.5 tokens a round

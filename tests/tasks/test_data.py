@@ -110,11 +110,6 @@ def test_rows_of_other_projects_are_read_as_they_are(tmp_path, chat_tokenizer, f
     assert (prompt.text, prompt.label, prompt.metadata) == ("u=a1,a=", "7", {"index": 3})
 
 
-def test_a_dot_leads_into_an_object(tmp_path, tokenizer):
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a1", "info": {"gold": {"x": 5}}}])
-    assert read_prompts(path, DataConfig(label_key="info.gold.x"), tokenizer, 100)[0][0].label == "5"
-
-
 def test_several_files_of_every_kind(tmp_path, tokenizer):
     for name in ("b", "c"):
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name, "label": name}])
