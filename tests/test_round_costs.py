@@ -3,7 +3,7 @@
 import pytest
 import tiny_mimo
 import torch
-from round_costs import main, outward
+from round_costs import main
 
 from megatron_rlspec.extensions.migration.plans import round_costs
 from megatron_rlspec.types import OFF, SpecConfig
@@ -20,13 +20,3 @@ def test_rounds_of_embedded_engines_are_measured_and_read(tmp_path, sizes):
     found = round_costs.read(path, map(int, sizes.split(",")))
     for costs in found.values():
         assert costs.configs() == (OFF, SpecConfig(1), SpecConfig(3)) and costs.prefill_ms(16) > 0
-
-
-def test_the_outermost_batches_come_first():
-    assert outward([16, 1, 64, 4]) == [1, 64, 4, 16]
-
-
-def test_one_engine_is_named(tmp_path):
-    for given in ([], ["--model", "a", "--url", "b"]):
-        with pytest.raises(SystemExit):
-            main([str(tmp_path / "out.json"), *given])

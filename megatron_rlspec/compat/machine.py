@@ -7,7 +7,6 @@ is not disturbed.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -16,12 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
 from megatron_rlspec.compat.installed import locate
 
-OWN = "megatron-rlspec"
 # Module -> its distribution.
 NEEDED = {
     "torch": "torch",
@@ -50,8 +45,6 @@ class Machine:
     driver_cuda   newest CUDA version that the driver runs, (major, minor); None if the driver does not answer
     torch_cuda    CUDA version that torch was built for; None for a CPU build
     modules       those of MODULES that Python finds
-    versions      distribution -> version
-    requirements  what this package requires to train, less what NEEDED names
     failures      module of COMPILED -> the error of its import
     shared_bytes  size of /dev/shm; 0 if there is none
     """
@@ -60,8 +53,6 @@ class Machine:
     driver_cuda: tuple[int, int] | None = None
     torch_cuda: tuple[int, int] | None = None
     modules: frozenset[str] = frozenset()
-    versions: Mapping[str, str] = field(default_factory=dict)
-    requirements: Sequence[str] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
     shared_bytes: int = 0
 
@@ -86,12 +77,6 @@ def lacks(machine: Machine) -> list[Lack]:
 
 
 def _missing(machine: Machine) -> Iterator[Lack]:
-    for text in machine.requirements:
-        requirement = Requirement(text)
-        version = machine.versions.get(canonicalize_name(requirement.name))
-        if version is None or not requirement.specifier.contains(version, prereleases=True):
-            state = f"{version} is installed" if version else "is not installed"
-            yield Lack(f"{requirement} is needed, {state}: see docs/install.md")
     for module, distribution in NEEDED.items():
         if module not in machine.modules:
             yield Lack(f"{distribution} is not installed: see docs/install.md")
@@ -135,10 +120,6 @@ def visible_gpus() -> int:
 
 def gather(path: Sequence[str] = ()) -> Machine:
     """Read the facts of this machine. `path`: directories of checkouts to look in first."""
-    installed: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        if name := distribution.metadata["Name"]:
-            installed.setdefault(canonicalize_name(name), distribution.version)
     driver = _driver_cuda()
     failures: dict[str, str] = {}
     for module, package in COMPILED.items():
@@ -151,23 +132,9 @@ def gather(path: Sequence[str] = ()) -> Machine:
         driver_cuda=driver,
         torch_cuda=_torch_cuda(path),
         modules=frozenset(module for module in MODULES if locate(f"{module}.__init__", path)),
-        versions=installed,
-        requirements=_requirements() if OWN in installed else (),
         failures=failures,
         shared_bytes=_shared_bytes(),
     )
-
-
-def _requirements() -> list[str]:
-    requirements = []
-    for text in importlib.metadata.requires(OWN) or ():
-        requirement = Requirement(text)
-        by_module = requirement.name in NEEDED.values()  # a checkout has no metadata
-        if by_module or requirement.marker and not requirement.marker.evaluate({"extra": "train"}):
-            continue
-        requirement.marker = None
-        requirements.append(str(requirement))
-    return requirements
 
 
 def _torch_cuda(path: Sequence[str]) -> tuple[int, int] | None:

@@ -72,10 +72,8 @@ class SpecRule:
         forecast: Sequence[float] | None = None,
         ragged: bool = False,
     ) -> None:
-        if forecast is not None and not (forecast and all(0 <= rate <= 1 for rate in forecast)):
-            raise ValueError(f"forecast={list(forecast)}: expected rates in [0, 1], at least one")
         self.candidates = tuple(sorted(set(candidates)))
-        deepest = _check_candidates(self.candidates)
+        deepest = max(config.num_steps for config in self.candidates)
         self.acceptance = acceptance or Acceptance(max(deepest, 1))
         if self.acceptance.depth < deepest:
             raise ValueError(
@@ -377,10 +375,3 @@ class SpecRule:
 
 
 _KEYS = {"candidates", "acceptance", "chances", "forecast", "learnt", "ragged", "roofline"}
-
-
-def _check_candidates(candidates: Sequence[SpecConfig]) -> int:
-    """Return the most draft steps of a candidate. Raises ValueError."""
-    if not candidates:
-        raise ValueError("candidates must not be empty")
-    return max(config.num_steps for config in candidates)

@@ -6,11 +6,8 @@ from test_convert import same
 from test_pushed_families import checkpoint, config_of
 from transformers import AutoModelForCausalLM
 
-from megatron_rlspec.commands.convert import main
-from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.convert import convert, plan
 from megatron_rlspec.models.config import check_config
-from megatron_rlspec.models.families import names_where
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_hf
 from megatron_rlspec.models.names import name_table
 
@@ -54,16 +51,6 @@ def test_a_bias_that_is_not_0_is_refused(llama, tmp_path):
     with pytest.raises(CheckpointError, match="biases of q, k and v that are not 0"):
         convert(plan(tmp_path / "biased", tmp_path / "x"))
     assert not (tmp_path / "x").exists()
-
-
-def test_a_refusal_names_the_column_of_the_table(tmp_path):
-    config = config_of("Qwen3ForCausalLM")
-    write_hf(tmp_path / "hf", config, checkpoint(config, tmp_path / "names"))
-    with pytest.raises(ConfigError) as refused:
-        main([str(tmp_path / "hf"), str(tmp_path / "x"), "--add-mtp", "--to", "hf"])
-    known = ", ".join(names_where(lambda record: record.added_drafter))
-    expected = f"architecture Qwen3ForCausalLM is not given a drafter; those are {known} (docs/families.md)"
-    assert expected in str(refused.value)
 
 
 def test_vllm_finds_every_tensor_of_its_mimo_drafter(llama):
