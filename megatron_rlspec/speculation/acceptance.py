@@ -37,8 +37,10 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float]) -> float:
 def accept_length(histogram: Sequence[float] | np.ndarray) -> float:
     """Return tokens per round, with the target's own token: 1 + accepted drafts / rounds. NaN without rounds.
 
-    `histogram[i]` rounds accepted i drafts. Pool several histograms first, so that the result is a ratio of sums. Of
-    `Sample.accepted` (see `delivered`), these are the tokens that a verify round delivers, in every engine.
+    histogram  at index i, the rounds that accepted i drafts. `pooled` joins several first, so that the result is a
+               ratio of sums
+
+    For `Sample.accepted` the result is the number of tokens that a verify round delivers (`delivered`).
     """
     counts = np.asarray(histogram, dtype=float)
     rounds = float(counts.sum())

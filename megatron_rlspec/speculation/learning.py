@@ -79,7 +79,7 @@ class Learning:
         self.learnt: dict[str, Any] | None = None
 
     def start_without(self) -> None:
-        """Expect that a drafter that has not learnt yet is never right, until drafts or a prediction say otherwise."""
+        """Start with an acceptance of 0, as of a drafter with random weights, until drafts or a prediction say more."""
         self.acceptance.predict([0.0] * self.acceptance.depth, START_DRAWS)
 
     def saved(self, rounds: Sequence[RoundStats], delivered: float = math.nan) -> Saved | None:

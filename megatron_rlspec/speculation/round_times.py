@@ -110,7 +110,7 @@ class RoundTimes:
         return low + (8 * drafts - place) * (high - low)
 
     def enter(self, batch: int) -> None:
-        """Go to this batch size, before its estimates are read. The state of the nearest known one is the first."""
+        """Take the estimates near this batch size. A batch size that never ran starts with those of the nearest one."""
         octave = octave_of(batch)
         if octave == self._octave:
             return
@@ -132,7 +132,7 @@ class RoundTimes:
         self.octaves[octave] = mean, covariance
 
     def ms(self, batch: int, context_tokens: int) -> list[float]:
-        """Return ms of a round of each candidate, up to a common factor. Drafts cost no less than plain decoding."""
+        """Return the ms of a round of each candidate, up to a common factor, and at least those of plain decoding."""
         self.enter(batch)
         if not self._factors:
             mean, _ = self.octaves[self._octave]
@@ -155,7 +155,7 @@ class RoundTimes:
         return self._errors[now]
 
     def knows(self, candidate: int) -> bool:
-        """Return whether rounds of this candidate were timed near this batch size, since the engine came to it."""
+        """Return whether rounds of this candidate were timed near this batch size lately."""
         _, covariance = self.octaves[self._octave]
         column = covariance[0] + covariance[1 + candidate]
         return bool(column[0] + column[1 + candidate] < 0.25)
@@ -267,7 +267,7 @@ class RoundTimes:
         return self._rows[batch, quarter]
 
     def _compute_costs(self, batch: int, quarter: int) -> None:
-        """Compute the costs of this batch and of its neighbours. Sixteen take as long as one."""
+        """Compute the costs of this batch size and of its neighbours: sixteen together take as long as one."""
         first = (batch - 1) // 16 * 16 + 1
         batches = np.arange(first, first + 16)
         contexts = _context_of(batches, quarter)

@@ -59,8 +59,8 @@ class SpecRule:
                 is tried at once, and only once
     ragged      whether rounds verify of each request the drafts worth it (`ragged.py`). The engine then calls `lengths`
                 or `drafts` between drafting and verifying
-    catch_up    after `choose`: the requests whose drafter must read what it missed before the round; those that missed
-                least
+    catch_up    after `choose`: the number of requests for which the drafter must read before the round what it has
+                missed; they are those that missed fewest tokens
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class SpecRule:
         """Learn the duration of a round without a prefill. All tensor-parallel ranks must pass the same.
 
         drafts        that it verified of a request, on average; None: all. Counts if the rule is ragged
-        caught_up_ms  how long the drafter caught up in it; None: not measured. A round does not count if that is not
-                      known, or is a large part of it
+        caught_up_ms  ms of the round in which the drafter read what it had missed; None: not measured. The round does
+                      not count if this time is unknown or a large part of it
         """
         runs = config in self.candidates and batch <= self._most_batch.get(config, batch)
         if not runs:

@@ -36,8 +36,8 @@ class Situation(NamedTuple):
     incumbent    index of the candidate that runs
     ms           of a round of each candidate
     rates        tokens per ms and request of each candidate; 0 where it must not run
-    catch_up_ms  returns how long the drafter reads what the n requests missed that missed least
-    apart        whether a part of the requests can catch up
+    catch_up_ms  takes n; returns the ms in which the drafter reads what the n requests missed that missed least
+    apart        whether some of the requests can catch up and draft while the others do not
     """
 
     batch: int
