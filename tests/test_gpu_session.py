@@ -160,16 +160,6 @@ def test_a_second_call_goes_on_with_what_is_missing(gpu, ran):
     assert not ran.limits
 
 
-def test_parts_begin_while_their_time_is_left(gpu, ran):
-    """A part that does not fit leaves its time to a shorter one; the last one has no more than what is left."""
-    seconds = gpu.plan.PARTS["model"].seconds + gpu.plan.PARTS["train"].seconds + 5
-    ran.seconds = {"model": gpu.plan.PARTS["model"].seconds}
-    record = ran.session(["model", "profile", "train"], seconds)
-    assert list(ran.limits) == ["model", "train"] and ran.limits["train"] == seconds - ran.seconds["model"]
-    assert record.missing(["profile", "train"]) == ["model", "profile"]
-    assert ran.said[2] == "profile: not begun; it takes about 220 s, and 55 s are left"
-
-
 def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     """Run the script on a CPU: its figures by name."""
     command = [sys.executable, str(SCRIPT), *CPU, "--out", str(folder), *options]

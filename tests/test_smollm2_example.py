@@ -10,8 +10,6 @@ from unittest import mock
 
 import pytest
 
-from megatron_rlspec.models.tensor_file import TensorFile
-
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/smollm2"
 
@@ -53,22 +51,3 @@ def test_the_quick_form_runs_and_proves(tmp_path):
     assert {"first", "last"} <= set(summary["rewards"]) and summary["drafter"]["curve"]
     assert summary["equal_texts"][0] == summary["equal_texts"][1]
     assert summary["transformers"] and "accept length" in summary["server"]
-
-
-def test_a_packed_policy_is_what_the_gpu_session_reads(tmp_path):
-    """The parts of the file join to the file, and the drafter's tensors are those of the model, in bfloat16."""
-    from tiny_mimo import config, weights, write
-
-    tool = runpy.run_path(str(ROOT / "tools/smollm2_drafter.py"))
-    shape = config(hidden=32, layers=1, heads=4, kv_heads=2, ffn=64, vocab=96)
-    model = write(tmp_path / "model", shape, weights(shape))
-    (tmp_path / "smollm2.gguf").write_bytes(bytes(range(256)))
-    (tmp_path / "prompts").mkdir()
-    (tmp_path / "prompts/eval.jsonl").write_text('{"prompt": "Write"}\n')
-    tool["pack"](tmp_path, tmp_path / "smollm2.gguf", model)
-    packed = tmp_path / "packed"
-    assert (packed / "policy.gguf.00").read_bytes() == bytes(range(256)) and (packed / "prompts.jsonl").exists()
-    drafter = dict(TensorFile(packed / "drafter.safetensors"))
-    expected = {name: tensor for name, tensor in weights(shape).items() if ".mtp_layers." in name}
-    assert drafter.keys() == expected.keys()
-    assert all(drafter[name].equal(tensor.bfloat16()) for name, tensor in expected.items())

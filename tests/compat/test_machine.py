@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny_mimo
@@ -46,23 +45,6 @@ def test_what_is_missing_is_reported_in_one_line(changed, words):
 
 def test_an_image_that_is_being_built_has_neither_driver_nor_devices():
     assert machine.lacks(replace(COMPLETE, gpus=0, driver_cuda=None, shared_bytes=64 << 20)) == []
-
-
-def test_facts_are_read_without_an_import_of_torch_or_a_cuda_context(monkeypatch, tmp_path):
-    def version(pointer):
-        pointer._obj.value = 13010
-        return 0
-
-    for name, content in {"torch/__init__.py": "1 / 0", "torch/version.py": "cuda: Optional[str] = '13.0'\n"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    for name in ("nvidiactl", "nvidia0", "nvidia1"):
-        (tmp_path / name).touch()
-    assert machine._torch_cuda([str(tmp_path)]) == (13, 0)
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
-    assert machine._driver_cuda() == (13, 1)
-    monkeypatch.setattr(machine, "Path", lambda folder: tmp_path)
-    assert machine.visible_gpus() == 2
 
 
 ERROR = 'raise OSError("libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit")'

@@ -105,9 +105,3 @@ def test_the_most_frequent_words_and_the_ends_of_a_text_are_chosen():
     again = DraftVocabulary(4, 20, always=(19,))
     again.restore(json.loads(json.dumps(words.state())))
     assert np.array_equal(again.counts, words.counts)
-
-
-@pytest.mark.parametrize(("size", "always"), [(0, ()), (20, ()), (1, (3, 4))])
-def test_a_size_that_cannot_be_is_refused(size, always):
-    with pytest.raises(ValueError, match=f"a draft vocabulary of {size} words: expected at least"):
-        DraftVocabulary(size, 20, always)

@@ -199,12 +199,6 @@ def test_rewards_begin_when_their_sample_ends(functions, tmp_path):
     assert late.waited > 0.5
 
 
-def test_no_process_is_left_behind(functions):
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    score("my_rewards:awkward", [sample(t) for t in ("hang", "fine", "die")], workers=2, timeout_seconds=0.3)
-    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
-
-
 def test_worker_starts_without_heavy_imports():
     code = "import sys, megatron_rlspec.tasks.reward_worker; print({'torch', 'numpy', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
@@ -257,10 +251,9 @@ def marked(mark: str) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
 
 
-@pytest.mark.parametrize("ending", [pytest.param("hang", marks=pytest.mark.slow), "die"])
-def test_a_reward_is_ended_with_everything_that_it_started(processes, ending):
-    mark = f"mark-{ending}-{time.monotonic_ns()}"
-    samples = [sample(text, number=i, mark=mark) for i, text in enumerate([ending, "fine"])]
+def test_a_reward_is_ended_with_everything_that_it_started(processes):
+    mark = f"mark-die-{time.monotonic_ns()}"
+    samples = [sample(text, number=i, mark=mark) for i, text in enumerate(["die", "fine"])]
     with Scorer(RewardConfig(kind="busy_rewards:hangs_with_children", workers=1, timeout_seconds=4)) as scorer:
         failures = scorer.score(samples)
         assert marked(mark) == []
