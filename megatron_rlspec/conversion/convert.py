@@ -1,8 +1,9 @@
-"""Convert checkpoints between Hugging Face and Megatron, with the drafter, tensor by tensor.
+"""Convert checkpoints between Hugging Face and Megatron, drafter included.
 
-Both directions, and the making of a new drafter, share one design: canonical Megatron names are mapped to full tensors,
-which are read and written layer by layer. Memory holds one file of up to 5 GB on the way to Hugging Face, and one
-tensor on the way to Megatron. The target appears when it is complete, or not at all.
+`plan` reads the source's headers and returns a `Conversion`, in which each canonical Megatron name stands for a full
+tensor. A source of any kind, and a fresh drafter, have this form. `convert` then reads and writes one layer after the
+other. Memory holds one file of up to 5 GB where the target is Hugging Face's, and one tensor where it is Megatron's.
+The target appears when it is complete, or not at all.
 """
 
 from __future__ import annotations
@@ -241,10 +242,6 @@ def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Lite
 
     add_mtp  source and target may then be of one kind
     """
-    if source.suffix.lower() == ".gguf":
-        raise CheckpointError(
-            f"{source}: GGUF is not read; tools/gguf_to_hf.py of the repository makes a Hugging Face directory of it"
-        )
     if not source.is_dir():
         what = "not a directory" if source.exists() else "no such directory"
         raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint")
@@ -254,22 +251,15 @@ def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Lite
         raise CheckpointError(
             f"{source} is a run's directory; expected its hf/, or one of its checkpoints/step-*"
         )
-    if source.name == "checkpoints" and (steps := sorted(source.glob("step-*/"))):
-        raise CheckpointError(
-            f"{source} holds a run's checkpoints; expected one of them, such as {steps[-1]}"
-        )
-    kind: Kind = "hf" if is_hf(source) else "megatron"
+    # a Megatron checkpoint of this converter has a config.json, too
+    is_hf = (source / "config.json").exists() and not is_checkpoint(source)
+    kind: Kind = "hf" if is_hf else "megatron"
     to = to or ("megatron" if kind == "hf" else "hf")
     if kind == to and not add_mtp:
         raise ValueError(
             f"{source} is a {kind} checkpoint already; nothing to do (--add-mtp changes it)"
         )
     return kind, to
-
-
-def is_hf(path: Path) -> bool:
-    """Return whether a directory is a Hugging Face checkpoint; a step of a converted one has config.json, too."""
-    return (path / "config.json").exists() and not is_checkpoint(path)
 
 
 def _eagle3(
@@ -290,7 +280,6 @@ def _eagle3(
         )
     own, tensors = read_hf(drafter)
     ids = words(tensors, own)
-    run_checkpoint.check_words(source, ids)
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
     own |= layout.chosen
@@ -315,7 +304,7 @@ def convert(
             # another process may have finished it since it was planned
             files.check_new_directory(work.target)
             if work.to == "hf":
-                built = _build_hf(work, advance, _by_their_names(work.source) if link else {})
+                built = _build_hf(work, advance, read_hf(work.source)[1].headers if link else {})
             else:
                 built = _build_megatron(work, advance)
             if work.eagle3 is not None:
@@ -340,19 +329,11 @@ def _build_hf(
                         continue
                     # A fresh drafter shares storage with a layer, which safetensors refuses.
                     yield hf, tensor.clone(memory_format=torch.contiguous_format)
-                    for copy in row.copies:
-                        yield copy, tensor.clone()
             advance(label)
 
     return checkpoint.build_hf(
         work.target, work.config, tensors(), work.small_files, checkpoint.SHARD_BYTES, linked
     )
-
-
-def _by_their_names(source: Path) -> dict[str, Header]:
-    """Return the tensors of a Hugging Face directory that its files call by their names, whole."""
-    headers = read_hf(source)[1].headers
-    return {name: header for name, header in headers.items() if header.name == name}
 
 
 def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:

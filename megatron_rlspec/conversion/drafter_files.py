@@ -140,7 +140,7 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0) -> dict[
 
 
 def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, Any]:
-    """Return the config.json of a fresh drafter of `size` words; 0: as of `make_drafter`."""
+    """Return the config.json of a fresh drafter of `size` words; 0: as many as in `make_drafter`."""
     size = size or min(hf_config["vocab_size"], MOST_WORDS)
     layers = hf_config["num_hidden_layers"]
     config = {key: hf_config[key] for key in _SAME.split() if hf_config.get(key) is not None}

@@ -8,17 +8,16 @@ those of the model that the run started from, which the run's own config.json na
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megatron_rlspec.models.config import STATED
-from megatron_rlspec.models.hf_files import CheckpointError, read_json
+from megatron_rlspec.models.headers import read_object
+from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.models.lazy import Lazy, Makers
 from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical, later
 from megatron_rlspec.models.tensor_file import TensorFile
@@ -36,13 +35,11 @@ class Layout(NamedTuple):
     drafter  "mtp", "eagle3" or ""
     tensor   the tensor-parallel size of the run
     chosen   what config.json states beside the drafter: the sharpness of drafts
-    words    checksum of the words that an EAGLE-3 drafter drafts from, in a text; "" if it is not known
     """
 
     drafter: str
     tensor: int
     chosen: dict[str, Any]
-    words: str
 
 
 class Shard(NamedTuple):
@@ -69,7 +66,7 @@ def model_of(path: Path, moved: Path | None) -> tuple[Path, Path | None]:
     """
     file = path.resolve().parent.parent / "config.json"
     try:
-        options = read_json(file)
+        options = read_object(file)
         model, drafter = Path(options["model"]["path"]), options["drafter"]["path"]
     except (CheckpointError, KeyError, TypeError):
         if moved is not None:
@@ -86,14 +83,13 @@ def model_of(path: Path, moved: Path | None) -> tuple[Path, Path | None]:
 
 def layout_of(path: Path) -> Layout:
     """Return the layout of a checkpoint. Raises CheckpointError."""
-    layout = read_json(path / LAYOUT)
+    layout = read_object(path / LAYOUT)
     drafter = layout.get("drafter")
     sharpness = layout.get("sharpness")
     return Layout(
         drafter="mtp" if drafter is True else drafter or "",
         tensor=layout.get("tensor", 1),
         chosen={} if sharpness is None else {STATED: sharpness},
-        words=str(layout.get("eagle3", "")),
     )
 
 
@@ -165,13 +161,3 @@ def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
 
 def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[str]:
     return (found[1] for name in names if (found := pattern.search(name)))
-
-
-def check_words(path: Path, words: Tensor) -> None:
-    """Raise CheckpointError unless the checkpoint's EAGLE-3 drafter drafts from these token ids."""
-    stated = layout_of(path).words
-    own = f"{zlib.crc32(words.to(torch.int64).numpy().tobytes()):08x}"
-    if stated and own not in stated:
-        raise CheckpointError(
-            f"{path}: its drafter drafts from other words than drafter.path of its run has now"
-        )

@@ -39,8 +39,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rlspec import files
 from megatron_rlspec.conversion.torch_dist_index import load_index
-from megatron_rlspec.models.hf_files import CheckpointError, read_json, write_json
-from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical
+from megatron_rlspec.models.headers import read_object
+from megatron_rlspec.models.hf_files import CheckpointError, write_json
+from megatron_rlspec.models.names import EXPERT, FUSED, LAYER, NameTable, canonical
 from megatron_rlspec.models.tensor_file import ByName
 from megatron_rlspec.texts import first_line
 
@@ -87,11 +88,7 @@ def _stored_name(family: NameTable, name: str, spec: str) -> str:
         return family.fused(name)
     if any("linear_kv_up_proj" in row for row in family.rows):
         return name
-    fused = (
-        ("input_layernorm.", "self_attention.linear_qkv."),
-        ("pre_mlp_layernorm.", "mlp.linear_fc1."),
-    )
-    for norm, layer in fused:
+    for norm, layer in FUSED[:2]:
         name = name.replace(f".{norm}", f".{layer}layer_norm_")
     return name
 
@@ -113,7 +110,7 @@ class TorchDistReader(ByName):
 
     def __init__(self, path: str | Path, family: NameTable) -> None:
         self.directory = checkpoint_directory(Path(path))
-        if read_json(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
+        if read_object(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
             raise CheckpointError(
                 f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format"
             )

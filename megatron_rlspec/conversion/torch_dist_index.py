@@ -76,11 +76,5 @@ def _index(file: Path, metadata: Any) -> Index:
     tensors = {
         name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
     }
-    parts = {}
-    for key, info in places.items():
-        if Path(info.relative_path).name != info.relative_path:
-            raise CheckpointError(
-                f"{file}: places {key.fqn} in {info.relative_path!r}; expected a file beside it"
-            )
-        parts[key.fqn, tuple(key.offset or ())] = info
+    parts = {(key.fqn, tuple(key.offset or ())): info for key, info in places.items()}
     return Index(tensors, parts)

@@ -1,8 +1,9 @@
 """Check a config.json, per model family: types, bounds, and the settings that are supported.
 
-A setting that changes what the model computes and that is not implemented here is refused. Keys that no class below
-knows must be empty (null, false, 0, "", [], {}), unless they are in `HARMLESS`. This module does not import torch, so
-it reports a mistake at once.
+A key that no class below has must be empty (null, false, 0, "", [], {}), unless it is in `HARMLESS`: it could change
+what the model computes. So a setting whose only implemented value is an empty one has no field here.
+
+This module does not import torch, which takes seconds: a user's mistake is reported at once.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 # Metadata, training and generation settings: they do not change what a forward pass computes.
 HARMLESS = frozenset(
     "architectures model_type transformers_version auto_map use_cache torchscript model_name name_or_path license "
-    "library_name max_window_layers output_attentions output_hidden_states return_dict use_return_dict id2label "
-    "label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix unsloth_version "
-    "unsloth_fixed transformers.js_config keys_to_ignore_at_inference router_aux_loss_coef output_router_logits "
-    "aux_loss_alpha seq_aux ep_size attn_implementation use_bfloat16 tf_legacy_loss pruned_heads unk_token_id "
-    "sep_token_id decoder_start_token_id gradient_checkpointing do_sample temperature top_p top_k typical_p "
-    "repetition_penalty length_penalty diversity_penalty max_length max_new_tokens min_length min_new_tokens num_beams "
-    "num_beam_groups num_return_sequences early_stopping no_repeat_ngram_size encoder_no_repeat_ngram_size "
-    "chunk_size_feed_forward suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id "
-    "bad_words_ids output_scores return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
-    "is_decoder tie_encoder_decoder is_llama_config pretraining_tp max_sequence_length "
-    "model_max_length is_causal".split()
+    "library_name max_window_layers sliding_window output_attentions output_hidden_states return_dict use_return_dict "
+    "id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix "
+    "unsloth_version unsloth_fixed transformers.js_config keys_to_ignore_at_inference router_aux_loss_coef "
+    "output_router_logits aux_loss_alpha seq_aux ep_size attn_implementation use_bfloat16 tf_legacy_loss pruned_heads "
+    "unk_token_id sep_token_id decoder_start_token_id gradient_checkpointing do_sample temperature top_p top_k "
+    "typical_p repetition_penalty length_penalty diversity_penalty max_length max_new_tokens min_length "
+    "min_new_tokens num_beams num_beam_groups num_return_sequences early_stopping no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size chunk_size_feed_forward suppress_tokens begin_suppress_tokens forced_bos_token_id "
+    "forced_eos_token_id bad_words_ids output_scores return_dict_in_generate remove_invalid_values "
+    "exponential_decay_length_penalty is_decoder tie_encoder_decoder is_llama_config pretraining_tp "
+    "max_sequence_length model_max_length is_causal".split()
 )
 
 
@@ -53,9 +54,6 @@ class Shared(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
     )
-    # keys of other families that state here what is computed in any case
-    restated: ClassVar[dict[str, object]] = {}
-
     architectures: list[str] = Field(
         min_length=1, max_length=1, description="one architecture is loaded"
     )
@@ -141,21 +139,7 @@ class Trained(Shared):
 
     intermediate_size: Size  # type: ignore[assignment]  # required in these families
     hidden_act: Literal["silu"] = Field("silu", description="other activations are not implemented")
-    use_sliding_window: Literal[False] | None = Field(
-        False, description="only full attention is implemented"
-    )
-    sliding_window: Size | None = None
     layer_types: list[str] | None = None
-    attention_bias: bool | None = None
-    attention_dropout: Annotated[float, Field(ge=0, le=0)] = Field(
-        0.0, description="dropout is not implemented"
-    )
-    quantization_config: None = Field(
-        None, description="quantised weights are neither trained nor converted"
-    )
-    compression_config: None = Field(
-        None, description="quantised weights are neither trained nor converted"
-    )
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
@@ -197,33 +181,22 @@ class Trained(Shared):
 class WhollyRotated(Trained):
     """Families that rotate all channels of a head."""
 
-    partial_rotary_factor: Annotated[float, Field(ge=1, le=1)] | None = Field(
-        None, description="all channels of a head are rotated"
-    )
-
     @model_validator(mode="after")
     def _wholly_rotated(self) -> WhollyRotated:
-        share = self.rope.get("partial_rotary_factor", 1)
+        share = self.partial_rotary_factor or self.rope.get("partial_rotary_factor", 1)
         if share != 1:
-            raise ValueError(f"rope_parameters.partial_rotary_factor={share}: expected 1")
+            raise ValueError(f"partial_rotary_factor={share}: expected 1")
         return self
 
 
 class Llama(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("llama",)
 
-    attention_bias: Literal[False] | None = Field(
-        None, description="biases of Llama's attention are not implemented"
-    )
-    mlp_bias: Literal[False] | None = Field(
-        None, description="biases of Llama's MLP are not implemented"
-    )
-
 
 class Qwen2(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
-    restated: ClassVar[dict[str, object]] = {"qkv_bias": True}
 
+    qkv_bias: Literal[True] | None = None
     attention_bias: Literal[True] | None = Field(
         None, description="this architecture always has q, k and v biases"
     )
@@ -239,15 +212,17 @@ class MiMo(WhollyRotated):
 
 class Qwen3(WhollyRotated):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
-    restated: ClassVar[dict[str, object]] = {"use_qk_norm": True}
+
+    attention_bias: bool | None = None
+    use_qk_norm: Literal[True] | None = None
 
 
 class Qwen3Moe(WhollyRotated):
     """Experts in every layer, chosen by softmax, without shared ones."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
-    restated: ClassVar[dict[str, object]] = {"use_qk_norm": True}
 
+    use_qk_norm: Literal[True] | None = None
     num_experts: Size
     num_experts_per_tok: Size
     moe_intermediate_size: Size
@@ -255,21 +230,15 @@ class Qwen3Moe(WhollyRotated):
     decoder_sparse_step: Literal[1] = Field(
         1, description="only experts in every layer are implemented"
     )
-    mlp_only_layers: Annotated[list[int], Field(max_length=0)] | None = Field(
-        None, description="only experts in every layer are implemented"
-    )
-    attention_bias: Literal[False] | None = Field(
-        None, description="biases of its attention are not implemented"
-    )
 
 
 class SigmoidExperts(Trained):
     """GLM4-MoE and DeepSeek-V3: experts that a sigmoid and a bias choose."""
 
-    n_routed_experts: Size | None = None
+    n_routed_experts: Size
     n_shared_experts: Annotated[int, Field(ge=0, le=1024)] | None = None
-    num_experts_per_tok: Size | None = None
-    moe_intermediate_size: Size | None = None
+    num_experts_per_tok: Size
+    moe_intermediate_size: Size
     first_k_dense_replace: Annotated[int, Field(ge=0, le=10_000)] = 0
     n_group: Size = 1
     topk_group: Size = 1
@@ -283,6 +252,7 @@ class SigmoidExperts(Trained):
 class Glm4Moe(SigmoidExperts):
     model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
 
+    attention_bias: bool | None = None
     use_qk_norm: bool = False
 
 
@@ -314,9 +284,6 @@ class DeepseekV3(SigmoidExperts):
     v_head_dim: Size
     qk_head_dim: Size | None = None
     rope_interleave: Literal[True] = True
-    attention_bias: Literal[False] | None = Field(
-        None, description="biases of latent attention are not implemented"
-    )
 
     @model_validator(mode="after")
     def _values_fit_into_heads(self) -> DeepseekV3:
@@ -338,29 +305,18 @@ SCHEMAS: dict[str, type[Shared]] = {
     "DeepseekV3ForCausalLM": DeepseekV3,
 }
 EAGLE3 = "LlamaForCausalLMEagle3"
-# config.json of a target with an EAGLE-3 drafter, in memory: the drafter's under this key, which no file has.
+# A target and its EAGLE-3 drafter are two directories on disk, and one model in memory and in pushes. There, the
+# target's config.json holds the drafter's under the key DRAFTER, and the names of the drafter's tensors begin with
+# PREFIX.
 DRAFTER = "eagle3"
-# of such a drafter's tensors beside the target's: in memory and in pushes
 PREFIX = "eagle3."
-# of its tensors those that are not trained: words of drafts to token ids, and back
+# Two tensors of an EAGLE-3 drafter are not trained: the maps from the words of drafts to token ids, and back.
 MAPS = ("d2t", "t2d")
 
 
-GEMMA3 = " (megatron-core's layer has no norms behind attention and MLP, and its model one rotary base for all layers)"
-
-
 def sharpness_of(config: Mapping[str, Any]) -> float:
-    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one.
-
-    Raises CheckpointError for a value that is none.
-    """
-    stated = config.get(DRAFTER, config).get(STATED)
-    if stated is None:
-        return SHARPNESS[0]
-    try:
-        return checked_sharpness(stated)
-    except ValueError as error:
-        raise CheckpointError(f"config.json: {STATED}={error}") from None
+    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one."""
+    return float(config.get(DRAFTER, config).get(STATED) or SHARPNESS[0])
 
 
 def stated_ends(config: Mapping[str, Any]) -> set[int]:
@@ -373,9 +329,8 @@ def stated_ends(config: Mapping[str, Any]) -> set[int]:
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
     """Return the line that refuses an architecture: which column of the families' table says no, and of which yes."""
-    reason = GEMMA3 if architecture.startswith("Gemma3") else ""
     return (
-        f"architecture {printable(architecture)[:80]} is not {column}{reason}; those are {', '.join(known)} "
+        f"architecture {printable(architecture)[:80]} is not {column}; those are {', '.join(known)} "
         "(docs/families.md)"
     )
 
@@ -383,25 +338,18 @@ def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
 def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
     """Check a config.json and return it typed. Raises CheckpointError: `where`, key, value, expectation.
 
-    trained  also refuse what cannot be trained. False: the model is only converted, or run by SGLang
+    trained  also refuse what this package does not compute. False: SGLang alone runs the model
     """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     schema = SCHEMAS.get(name)
     if name and schema is None:
-        column = "trained" if trained else "converted"
-        raise CheckpointError(f"config.json of {where}: {refusal(name, column, SCHEMAS)}")
+        raise CheckpointError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
     if schema is None or not trained:
         schema = Shared
     config = {key: value for key, value in config.items() if key != DRAFTER}
     found = validated(schema, config, where)
-    if not trained:
-        if config.get("quantization_config"):
-            raise CheckpointError(
-                f"config.json of {where}: quantization_config: quantised weights are not converted"
-            )
-        return found
-    return without_unknown(found, name, where)
+    return without_unknown(found, name, where) if trained else found
 
 
 _Schema = TypeVar("_Schema", bound=Shared)
@@ -418,11 +366,10 @@ def validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _
 
 def without_unknown(found: Shared, name: str, where: str) -> Shared:
     for key, value in (found.model_extra or {}).items():
-        harmless = not value or key in HARMLESS or key.startswith("_")
-        if not harmless and found.restated.get(key) != value:
+        if value and key not in HARMLESS and not key.startswith("_"):
             raise CheckpointError(
-                f"config.json of {where}: {key}={shown(value)}: unknown to {name}, and might change what the "
-                "model computes; expected null, or no such key"
+                f"config.json of {where}: {key}={shown(value)}: not implemented for {name}, and might change what "
+                "the model computes; expected null, or no such key"
             )
     return found
 

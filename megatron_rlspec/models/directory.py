@@ -14,7 +14,6 @@ from typing import Any, Literal
 from megatron_rlspec.models.config import (
     SCHEMAS,
     CheckpointError,
-    DeepseekV3,
     Shared,
     check_config,
     stated_ends,
@@ -22,21 +21,20 @@ from megatron_rlspec.models.config import (
 from megatron_rlspec.models.headers import (
     DTYPES,
     EMBEDDING,
-    HEAD,
-    INDEX,
     SINGLE,
     Header,
-    headers_of,
     read_headers,
     read_object,
 )
-from megatron_rlspec.models.shapes import expected_shape
 
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers
+# buffers, and the copies of embedding and head in the drafters of DeepSeek-V3 and GLM4-MoE, which SGLang does not read
+_IGNORED = re.compile(
+    r"rotary_emb\.inv_freq$|\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
+)
 
 Use = Literal["train", "convert", "serve"]
 
@@ -54,7 +52,7 @@ def check_model(
 ) -> dict[str, Any]:
     """Return config.json. Raises CheckpointError, one line, for a directory that cannot be used.
 
-    use        train: refuse what cannot be trained; convert, serve: only what contradicts itself
+    use        train, convert: refuse what this package does not compute; serve: only what contradicts itself
     drafter    the model must have one
     weights    compare the tensors with config.json
     tokenizer  the files of a tokenizer must be there, which may be Python with `trust_remote_code`
@@ -67,7 +65,7 @@ def check_model(
     config = read_config(directory)
     if use == "serve" and _architecture(config) not in SCHEMAS:
         return config  # SGLang knows more families than the package
-    typed = check_config(config, str(path), trained=use == "train")
+    typed = check_config(config, str(path), trained=use != "serve")
     if drafter and use == "train" and not typed.num_nextn_predict_layers:
         raise CheckpointError(
             f"config.json of {path}: num_nextn_predict_layers={typed.num_nextn_predict_layers or 0}: no drafter; "
@@ -83,7 +81,7 @@ def check_model(
     if weights and use == "train":
         _check_stated(config, directory)
     if weights:
-        _check_weights(directory, config, typed, use, drafter=drafter)
+        _check_weights(directory, config, typed, drafter=drafter)
     if tokenizer:
         _check_tokenizer(directory, trust_remote_code)
     return config
@@ -150,24 +148,21 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_weights(
-    directory: Path, config: Mapping[str, Any], typed: Shared, use: Use, *, drafter: bool
+    directory: Path, config: Mapping[str, Any], typed: Shared, *, drafter: bool
 ) -> None:
     headers = read_headers(directory, tied=typed.tie_word_embeddings)
     for name, header in headers.items():
-        if use == "serve" and (header.part or (name, header.name) == (EMBEDDING, HEAD)):
-            raise CheckpointError(
-                f"{directory}: holds {name} as {header.name}, which SGLang does not read; `rlspec convert` to Megatron "
-                "and back writes it by its name"
-            )
         if header.dtype not in DTYPES and not name.endswith(("d2t", "t2d")):
             raise CheckpointError(
                 f"{header.path}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
             )
-    shaped = headers
-    if "kv_lora_rank" in config and not isinstance(typed, DeepseekV3):  # not checked for training
-        shaped = {name: headers[name] for name in (EMBEDDING, HEAD) if name in headers}
-    _check_shapes(directory, shaped, typed)
     _check_names(directory, config, headers, drafter=drafter)
+    shape = (typed.vocab_size, typed.hidden_size)
+    if headers[EMBEDDING].shape != shape:
+        raise CheckpointError(
+            f"config.json of {directory}: vocab_size={shape[0]} and hidden_size={shape[1]}, but {EMBEDDING} has shape "
+            f"{list(headers[EMBEDDING].shape)}"
+        )
 
 
 def _check_names(
@@ -186,42 +181,19 @@ def _check_names(
         raise CheckpointError(f"{directory}: {error}") from None
     lost = [name for name in family.target_names if name not in headers]
     if lost:
-        where = _unnamed(directory, lost[0])
         raise CheckpointError(
-            f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json{where}"
+            f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json"
         )
     lost = [name for name in family.drafter_names if name not in headers]
     if drafter and lost:
         raise CheckpointError(
-            f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}"
-            + (_unnamed(directory, lost[0]) or "; `rlspec convert --add-mtp` makes a fresh drafter")
+            f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}; "
+            "`rlspec convert --add-mtp` makes a fresh drafter"
         )
-    copies = {copy for row in family.rows.values() for copy in row.copies}
-    unknown = [name for name in headers if name not in family.by_hf and name not in copies]
-    unknown = [name for name in unknown if not _IGNORED.search(name)]
+    unknown = [name for name in headers if name not in family.by_hf and not _IGNORED.search(name)]
     if unknown:
         raise CheckpointError(
             f"{directory}: {_some(unknown)}: not part of {family.name} by config.json"
-        )
-
-
-def _unnamed(directory: Path, name: str) -> str:
-    """Return the end of a message: which file holds a tensor that no index names; "" if none does."""
-    for file in sorted(directory.glob("*.safetensors")):
-        if name in dict(headers_of(file)):
-            return f"; {file.name} holds it, but {INDEX} does not name it; expected it in its weight_map"
-    return ""
-
-
-def _check_shapes(directory: Path, headers: Mapping[str, Header], typed: Shared) -> None:
-    for name, header in headers.items():
-        wanted = expected_shape(name, typed)
-        if wanted is None or header.shape == tuple(wanted.values()):
-            continue
-        keys = " and ".join(f"{key}={size}" for key, size in wanted.items())
-        raise CheckpointError(
-            f"config.json of {directory}: {keys}, but {name} has shape {list(header.shape)}, expected "
-            f"{list(wanted.values())}"
         )
 
 

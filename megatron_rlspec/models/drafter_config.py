@@ -31,7 +31,6 @@ class Eagle3(Llama):
     target_hidden_size: Size | None = None
     num_aux_hidden_states: Size | None = None
     eagle_config: dict[str, Any] | None = None
-    bias: Literal[False] | None = Field(None, description="biases are not implemented")
     fc_norm: bool | None = None  # norm the hidden states of each layer that it reads
     use_aux_norm: bool | None = None  # an older name of fc_norm
     norm_before_fc: bool | None = None  # norm all of them together; eagle_config may state it
@@ -104,13 +103,8 @@ def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
     """Check the config.json of an EAGLE-3 drafter and return it typed. Raises CheckpointError."""
     names = config.get("architectures")
     if names != [EAGLE3]:
-        reason = ""
-        if "speculators_config" in config or "transformer_layer_config" in config:
-            reason = " of the project speculators, whose sizes are in transformer_layer_config"
-        elif "draft_vocab_size" in config:
-            reason = ", the target's, by which SGLang would choose a target's class"
         raise CheckpointError(
-            f"config.json of {where}: architectures={shown(names)}{reason}: expected [{EAGLE3}], as SpecForge writes it"
+            f"config.json of {where}: architectures={shown(names)}; expected [{EAGLE3}], as SpecForge writes it"
         )
     found = validated(Eagle3, config, where)
     without_unknown(found, EAGLE3, where)

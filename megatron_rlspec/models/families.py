@@ -97,7 +97,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
                 f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=True, shared=shared
             )
 
-    yield from outer(g, mtp_copies=True)
+    yield from outer(g)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
     for n in range(g.mtp_layers):  # they follow the last layer in the checkpoint
@@ -112,17 +112,10 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of Qwen3-MoE: grouped-query attention with norms of q and k, softmax router, no shared experts.
 
     The drafter's names are those that SGLang's `qwen3_moe_mtp.py` reads; Transformers has no drafter of this family.
-    Raises ValueError for layers without experts, since SGLang gives every layer experts, for biases, and for more than
-    one MTP layer.
+    Raises ValueError for more than one MTP layer.
     """
     g = Geometry.of(config)
     count = need(config, "num_experts")
-    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-        raise ValueError(
-            "decoder_sparse_step and mlp_only_layers: only experts in every layer are supported"
-        )
-    if config.get("attention_bias"):
-        raise ValueError("attention_bias: biases of Qwen3-MoE's attention are not supported")
 
     def block(megatron: str, hf: str) -> Iterator[Row]:
         yield from norms(megatron, hf)
@@ -160,9 +153,7 @@ def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
         layer, frm = f"{to}decoder.layers.{index}.", layer_of_drafter(index)
         yield Row(f"{layer}input_layernorm.weight", (f"{frm}hidden_norm.weight",))
         yield Row(f"{layer}pre_mlp_layernorm.weight", (f"{frm}post_attention_layernorm.weight",))
-        yield from attention(
-            layer, frm, g, bias=bool(config.get("attention_bias", False)), qk_norm=False
-        )
+        yield from attention(layer, frm, g, bias=False, qk_norm=False)
         yield from mlp(f"{layer}mlp.", f"{frm}mlp.")
     yield Row(f"{to}decoder.final_layernorm.weight", ("norm.weight",))
     # Whole on every rank: the words of one rank's share of the target's vocabulary are no even share of its rows.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -16,12 +15,9 @@ from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LARGEST_CONFIG = 1 << 24  # bytes
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# all experts of a layer in two tensors, as Transformers 5 can save them
-_FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -30,20 +26,18 @@ class Header:
 
     path  of the file
     name  the tensor's in the file
-    part  of that tensor, if it holds several: (expert, first row, row behind the last)
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     name: str
-    part: tuple[int, int, int] | None = None
 
 
-def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """Read an object of standard JSON. Raises CheckpointError."""
     try:
-        content = files.read_json(file, most)
+        content = files.read_json(file)
     except files.FileError as error:
         raise CheckpointError(str(error)) from None
     if not isinstance(content, dict):
@@ -54,17 +48,12 @@ def read_object(file: Path, most: int = LARGEST_CONFIG) -> dict[str, Any]:
 def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     """Map every tensor's name to its file, shape and type. Raises CheckpointError if a file is missing or damaged.
 
-    tied  head and embedding are one tensor, which has the embedding's name here, whatever the files call it. Where they
-          hold both, the bits must be equal
+    tied  head and embedding are one tensor, which has the embedding's name here. Files can hold both, with equal bits
     """
-    headers: dict[str, Header] = {}
-    for name, header in _stored_headers(directory).items():
-        headers |= _single_experts(name, header)
-    if not tied or HEAD not in headers:
+    headers = _stored_headers(directory)
+    if not tied or HEAD not in headers or EMBEDDING not in headers:
         return headers
-    head = headers.pop(HEAD)
-    embedding = headers.setdefault(EMBEDDING, head)
-    if embedding is not head and not _equal(embedding, head):
+    if not _equal(headers[EMBEDDING], headers.pop(HEAD)):
         raise CheckpointError(
             f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
             "model with a head of its own"
@@ -85,41 +74,18 @@ def _equal(one: Header, other: Header) -> bool:
     return torch.equal(*bits)
 
 
-def _single_experts(name: str, header: Header) -> dict[str, Header]:
-    """Return a tensor by its name, and one that holds all experts `[E, rows, columns]` as one for each of them."""
-    fused = _FUSED_EXPERTS.fullmatch(name)
-    if fused is None or len(header.shape) != 3:
-        return {name: header}
-    experts, rows, columns = header.shape
-    parts = {"down_proj": (0, rows)}
-    if fused[2] == "gate_up_proj":
-        parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
-    found = {}
-    for expert in range(experts):
-        for part, (start, end) in parts.items():
-            shape = (end - start, columns)
-            one = replace(header, shape=shape, part=(expert, start, end))
-            found[f"{fused[1]}.{expert}.{part}.weight"] = one
-    return found
-
-
 def _stored_headers(directory: Path) -> dict[str, Header]:
     if (directory / INDEX).exists():
         return _indexed_headers(directory)
     if not (directory / SINGLE).exists():
-        if any(directory.glob("*.bin")):
-            raise CheckpointError(
-                f"{directory}: its weights are a pickle (.bin), which is not read; expected {SINGLE}: load the "
-                "file with torch.load(FILE, weights_only=True), and save it with safetensors.torch.save_file"
-            )
         raise CheckpointError(
-            f"{directory}: neither {SINGLE} nor {INDEX}; other formats are not read"
+            f"{directory}: neither {SINGLE} nor {INDEX}; pickles (.bin) and other formats are not read"
         )
     return dict(headers_of(directory / SINGLE))
 
 
 def _indexed_headers(directory: Path) -> dict[str, Header]:
-    file_of = read_object(directory / INDEX, files.READ_MOST).get("weight_map")
+    file_of = read_object(directory / INDEX).get("weight_map")
     if not isinstance(file_of, dict):
         raise CheckpointError(f"{directory / INDEX}: no weight_map; expected the index of a model")
     headers: dict[str, Header] = {}
@@ -132,14 +98,19 @@ def _indexed_headers(directory: Path) -> dict[str, Header]:
 
 
 def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
+    with open_safetensors(file, "np") as opened:
+        for name in opened.keys():  # noqa: SIM118, this object is no mapping
+            about = opened.get_slice(name)
+            yield name, Header(file, tuple(about.get_shape()), about.get_dtype(), name)
+
+
+def open_safetensors(file: Path, framework: Literal["np", "pt"]) -> Any:
+    """Open a file as safetensors does, which reads its header only. Raises CheckpointError."""
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file; expected safetensors")
     try:
-        with safe_open(file, framework="np") as opened:
-            for name in opened.keys():  # noqa: SIM118, this object is no mapping
-                about = opened.get_slice(name)
-                yield name, Header(file, tuple(about.get_shape()), about.get_dtype(), name)
-    except (SafetensorError, OSError, ValueError) as error:
+        return safe_open(file, framework)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{file}: truncated or not safetensors ({shown(error, str)})"
         ) from None

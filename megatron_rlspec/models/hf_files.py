@@ -16,14 +16,13 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.directory import no_checkpoint, read_config
+from megatron_rlspec.models.directory import read_config
 from megatron_rlspec.models.headers import (
     DTYPES,
     INDEX,
     SINGLE,
     Header,
     read_headers,
-    read_object,
 )
 from megatron_rlspec.models.tensor_file import ByName, CheckpointError, TensorFile
 
@@ -61,9 +60,6 @@ class LazyTensors(ByName):
         if self._open is None or self._open.path != header.path:
             self._open = TensorFile(header.path)
         tensor = self._open[header.name]
-        if header.part:
-            expert, start, end = header.part
-            tensor = tensor[expert, start:end]
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             if not all(bound.isfinite() for bound in tensor.aminmax()):
                 raise CheckpointError(
@@ -82,8 +78,6 @@ def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     Every file is opened once here, so a missing or truncated one is found before anything is done with the others.
     """
     directory = Path(path)
-    if wrong := no_checkpoint(directory):
-        raise CheckpointError(wrong)
     config = read_config(directory)
     headers = read_headers(directory, tied=bool(config.get("tie_word_embeddings")))
     return config, LazyTensors(headers)
@@ -96,12 +90,7 @@ def write_hf(
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint directory that appears whole or not at all. Arguments as of `build_hf`.
-
-    Raises CheckpointError if `path` exists.
-    """
-    if Path(path).exists():
-        raise CheckpointError(f"{path}: exists already; a checkpoint is never overwritten")
+    """Write a checkpoint directory that appears whole or not at all. Arguments as of `build_hf`."""
     publish(build_hf(path, config, tensors, tokenizer_from, shard_bytes), Path(path))
 
 
@@ -151,14 +140,10 @@ def building(target: Path) -> Iterator[Path]:
 
 
 def _lots(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors of at least `size` bytes together, ready to be saved. Raises CheckpointError for a name twice."""
+    """Yield tensors of at least `size` bytes together, ready to be saved."""
     lot: dict[str, Tensor] = {}
     held = 0
-    seen: set[str] = set()
     for name, tensor in tensors:
-        if name in seen:
-            raise CheckpointError(f"{name} was written twice")
-        seen.add(name)
         # safetensors refuses tensors that share storage, such as a split's views.
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         lot[name] = tensor.detach().to("cpu", copy=not whole).contiguous()
@@ -230,11 +215,6 @@ def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
     shutil.rmtree(old, ignore_errors=True)
     with contextlib.suppress(PermissionError):  # a directory that may be written to but not read
         files.sync(target.parent)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object of a small file. Raises CheckpointError."""
-    return read_object(file, files.READ_MOST)
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:

@@ -41,7 +41,26 @@ SWAP_HALVES = Layout(lambda parts: _swap(parts[0]), lambda full: (_swap(full),))
 
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
     """Make Megatron's linear_qkv, weight or bias: for each key/value group the query heads, then key, then value."""
-    return _grouped(groups, (heads_per_group * head_dim, head_dim, head_dim))
+    sizes = (heads_per_group * head_dim, head_dim, head_dim)
+
+    def fuse(parts: Sequence[Tensor]) -> Tensor:
+        rest = parts[0].shape[1:]
+        for name, part, size in zip("qkv", parts, sizes, strict=True):
+            if len(part) != groups * size:
+                raise CheckpointError(
+                    f"{name} has {len(part)} rows, but config.json promises {groups * size}"
+                )
+        blocks = [
+            part.reshape(groups, size, *rest) for part, size in zip(parts, sizes, strict=True)
+        ]
+        return torch.cat(blocks, dim=1).reshape(-1, *rest)
+
+    def split(full: Tensor) -> Sequence[Tensor]:
+        rest = full.shape[1:]
+        blocks = full.reshape(groups, sum(sizes), *rest).split(sizes, dim=1)
+        return [block.reshape(-1, *rest) for block in blocks]
+
+    return Layout(fuse, split)
 
 
 def zero_biased_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
@@ -61,24 +80,6 @@ def zero_biased_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
     def split(full: Tensor) -> Sequence[Tensor]:
         parts = weights.split(full)
         return *parts, *(part.new_zeros(len(part)) for part in parts)
-
-    return Layout(fuse, split)
-
-
-def _grouped(groups: int, sizes: tuple[int, ...]) -> Layout:
-    """Interleave parts of groups × sizes[i] rows, group by group."""
-
-    def fuse(parts: Sequence[Tensor]) -> Tensor:
-        rest = parts[0].shape[1:]
-        blocks = [
-            part.reshape(groups, size, *rest) for part, size in zip(parts, sizes, strict=True)
-        ]
-        return torch.cat(blocks, dim=1).reshape(-1, *rest)
-
-    def split(full: Tensor) -> Sequence[Tensor]:
-        rest = full.shape[1:]
-        blocks = full.reshape(groups, sum(sizes), *rest).split(sizes, dim=1)
-        return [block.reshape(-1, *rest) for block in blocks]
 
     return Layout(fuse, split)
 

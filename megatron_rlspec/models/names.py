@@ -13,7 +13,6 @@ over the whole model. Megatron has several names for one tensor, and all of them
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -27,7 +26,7 @@ from megatron_rlspec.models.layouts import Cut
 from megatron_rlspec.models.rows import Geometry, Row
 
 # (a norm's local name, the layer that holds it under Transformer Engine if the block has that layer)
-_FUSED = (
+FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv."),
     ("pre_mlp_layernorm.", "mlp.linear_fc1."),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj."),
@@ -46,7 +45,7 @@ def canonical(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     name = _MTP_BLOCK.sub(_CANONICAL_BLOCK, name)
-    for norm, layer in _FUSED:
+    for norm, layer in FUSED:
         block, found, leaf = name.partition(f"{layer}layer_norm_")
         if found:
             return f"{block}{norm}{leaf}"
@@ -95,22 +94,18 @@ class NameTable:
         self.by_hf: dict[str, Row] = {hf: row for row in self.rows.values() for hf in row.hf}
 
     def row(self, megatron_name: str) -> Row:
-        """Return the row of any Megatron name. Raises ValueError with the nearest known name."""
+        """Return the row of any Megatron name. Raises ValueError for one that the model does not have."""
         name = canonical(megatron_name)
         if name == "output_layer.weight" and self.geometry.tied:
             name = "embedding.word_embeddings.weight"
-        try:
-            return self.rows[name]
-        except KeyError:
-            near = difflib.get_close_matches(name, self.rows, n=1)
-            hint = f"; nearest: {near[0]}" if near else ""
-            raise ValueError(f"{self.name} has no Megatron tensor {megatron_name}{hint}") from None
+        if name not in self.rows:
+            raise ValueError(f"{self.name} has no Megatron tensor {megatron_name}")
+        return self.rows[name]
 
     def to_hf(self, megatron_name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face tensors that one full Megatron tensor holds, without padding of the vocabulary.
 
-        Yields nothing for Transformer Engine's `_extra_state` and for a tied head. Names under which a checkpoint
-        repeats a tensor (`Row.copies`) are not yielded: engines do not read them.
+        Yields nothing for Transformer Engine's `_extra_state` and for a tied head.
         """
         if megatron_name.endswith("_extra_state"):
             return
@@ -134,7 +129,7 @@ class NameTable:
 
     def fused(self, name: str) -> str:
         """Return the name of a norm as part of the layer behind it, if the block has such a layer."""
-        for norm, layer in _FUSED:
+        for norm, layer in FUSED:
             block, found, leaf = name.partition(norm)
             if found and f"{_MTP_BLOCK.sub(_CANONICAL_BLOCK, block)}{layer}weight" in self.rows:
                 return f"{block}{layer}layer_norm_{leaf}"

@@ -30,7 +30,6 @@ class Row:
     cut         how tensor-parallel ranks cut the full tensor
     vocabulary  its rows are tokens, which Megatron may pad
     te_cut      how Transformer Engine's layers cut it, if differently
-    copies      further Hugging Face names under which checkpoints repeat hf[0]
     """
 
     megatron: str
@@ -39,7 +38,6 @@ class Row:
     cut: Cut = REPLICATED
     vocabulary: bool = False
     te_cut: Cut | None = None
-    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,10 @@ class Geometry:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Geometry:
-        """Read the sizes. Raises ValueError for a missing or impossible one."""
+        """Read the sizes. Raises ValueError for a missing one."""
         heads = need(config, "num_attention_heads")
         hidden = need(config, "hidden_size")
-        geometry = cls(
+        return cls(
             layers=need(config, "num_hidden_layers"),
             mtp_layers=config.get("num_nextn_predict_layers") or 0,
             heads=heads,
@@ -70,43 +68,27 @@ class Geometry:
             vocab=need(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
-        if geometry.heads % geometry.groups:
-            raise ValueError(
-                f"num_attention_heads={heads} is not a multiple of num_key_value_heads={geometry.groups}"
-            )
-        return geometry
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
-    """Return a size that config.json must state. Raises ValueError if it is missing or not positive."""
+    """Return a size that config.json must state. Raises ValueError if it is missing."""
     if key not in config:
         raise ValueError(f"config.json has no {key!r}")
-    if not isinstance(config[key], int) or config[key] < 1:
-        raise ValueError(f"config.json: {key} is {config[key]!r}, expected a positive integer")
     return config[key]
 
 
-def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
-    """Yield embedding, final norm and head.
-
-    `mtp_copies`: the checkpoint repeats embedding and head in each of the drafter's layers.
-    """
-    prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
-    copies = tuple(f"{prefix}embed_tokens.weight" for prefix in prefixes)
+def outer(g: Geometry) -> Iterator[Row]:
+    """Yield embedding, final norm and, unless it is tied, head."""
     yield Row(
         "embedding.word_embeddings.weight",
         ("model.embed_tokens.weight",),
         COPY,
         COLUMN,
         vocabulary=True,
-        copies=copies,
     )
     yield Row("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not g.tied:
-        copies = tuple(f"{prefix}shared_head.head.weight" for prefix in prefixes)
-        yield Row(
-            "output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True, copies=copies
-        )
+        yield Row("output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True)
 
 
 def norms(megatron: str, hf: str) -> Iterator[Row]:

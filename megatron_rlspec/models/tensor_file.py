@@ -14,14 +14,14 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.models.config import CheckpointError
+from megatron_rlspec.models.headers import open_safetensors
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.texts import shown
 
@@ -108,7 +108,7 @@ class TensorFile(ByName):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _open(path)
+        self._file = open_safetensors(path, "pt")
         metadata: dict[str, str] = self._file.metadata() or {}
         self.notes: Mapping[str, str] = metadata
         self.names = tuple(self._file.keys())
@@ -145,17 +145,6 @@ class TensorFile(ByName):
     def close(self) -> None:
         """Release the file's memory mapping. Tensors that were read stay valid."""
         self._file = None
-
-
-def _open(path: Path) -> Any:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: truncated or not safetensors ({shown(error, str)})"
-        ) from None
 
 
 def _checksums(path: Path, text: str | None) -> dict[str, str]:

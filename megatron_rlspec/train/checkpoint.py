@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megatron_rlspec import files
 from megatron_rlspec.models import tensor_file
-from megatron_rlspec.models.hf_files import CheckpointError, publish, read_json
+from megatron_rlspec.models.headers import read_object
+from megatron_rlspec.models.hf_files import CheckpointError, publish
 from megatron_rlspec.models.tensor_file import TensorFile
 from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
@@ -130,7 +131,7 @@ def load(
 def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
     if not (directory / LAYOUT).exists():
         raise CheckpointError(f"{directory} is no checkpoint: it has no {LAYOUT}")
-    written = read_json(directory / LAYOUT)
+    written = read_object(directory / LAYOUT)
     for key, value in layout.items():
         if written.get(key) != value:
             raise CheckpointError(

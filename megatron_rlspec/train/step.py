@@ -27,7 +27,7 @@ from megatron_rlspec.losses.drafter import Student
 from megatron_rlspec.losses.head import all_finite
 from megatron_rlspec.losses.logprobs import Observer
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.models.hf_files import read_json
+from megatron_rlspec.models.headers import read_object
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
@@ -143,7 +143,7 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Raises ValueError if anything differs."""
         checkpoint.load(directory, self.learners(), self._layout())
-        self.sharpness = read_json(directory / checkpoint.LAYOUT)["sharpness"]
+        self.sharpness = read_object(directory / checkpoint.LAYOUT)["sharpness"]
         self.refresh_embedding()
 
     def train_step(
