@@ -100,7 +100,7 @@ def _convert(options: argparse.Namespace) -> None:
         _check_model(work)
     _convert_visibly(work)
     form = "Hugging Face" if work.to == "hf" else "Megatron torch_dist"
-    fresh = " with a fresh drafter" if work.fresh_drafter else ""
+    fresh = " with a fresh drafter" if options.add_mtp else ""
     print(f"written: {work.target}, {work.family.name}{fresh}, a {form} checkpoint")
     if work.eagle3 is not None:
         print(f"written: {work.eagle3.target}, its EAGLE-3 drafter")

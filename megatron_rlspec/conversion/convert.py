@@ -143,7 +143,6 @@ class Conversion:
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]
     small_files: Path
-    fresh_drafter: bool
     eagle3: SavedEagle3 | None = None
 
     @cached_property
@@ -198,7 +197,7 @@ def plan(
         _check_complete(source, tensors, table, drafter=not add_mtp)
     if add_mtp:
         tensors = with_fresh_drafter(table, tensors)
-    return Conversion(source, target, to, table, config, tensors, small_files, add_mtp)
+    return Conversion(source, target, to, table, config, tensors, small_files)
 
 
 def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
@@ -222,7 +221,7 @@ def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
     eagle3 = None
     if layout.drafter == "eagle3":
         eagle3 = _eagle3(source, target, config, layout, drafter_path)
-    return Conversion(source, target, "hf", table, config, tensors, model, False, eagle3)
+    return Conversion(source, target, "hf", table, config, tensors, model, eagle3)
 
 
 def _check_complete(

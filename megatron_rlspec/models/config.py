@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.texts import printable
-from megatron_rlspec.types import SHARPNESS, checked_sharpness
+from megatron_rlspec.types import SHARPNESS
 
 Size = Annotated[int, Field(gt=0, le=2**24)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
@@ -54,6 +54,7 @@ class Shared(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
     )
+
     architectures: list[str] = Field(
         min_length=1, max_length=1, description="one architecture is loaded"
     )

@@ -67,10 +67,6 @@ class LazyTensors(ByName):
                 )
         return tensor
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape, without reading the tensor."""
-        return self.headers[name].shape
-
 
 def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     """Read config.json and open the tensors by name, unread. Raises CheckpointError.

@@ -35,15 +35,6 @@ def checksum(tensor: Tensor) -> str:
     return f"{dtype}[{','.join(map(str, tensor.shape))}]:{fingerprint(tensor):016x}"
 
 
-def verify(tensor: Tensor, expected: str | None, where: str) -> Tensor:
-    """Return `tensor`. Raises CheckpointError, which names `where`, if its checksum is not `expected`."""
-    if expected is not None and checksum(tensor) != expected:
-        raise CheckpointError(
-            f"{where}: its checksum differs from what was written: the file is damaged"
-        )
-    return tensor
-
-
 def save(
     tensors: Mapping[str, Tensor], path: Path, notes: Mapping[str, str] = MappingProxyType({})
 ) -> None:
@@ -134,13 +125,12 @@ class TensorFile(ByName):
             raise CheckpointError(
                 f"{self.path}: {name} cannot be read: {shown(error, str)}"
             ) from None
-        return verify(tensor, self._checksums.get(name), f"{self.path}: {name}")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape, without reading the tensor."""
-        if name not in self:
-            raise CheckpointError(f"{self.path}: lacks {name}")
-        return tuple(self._file.get_slice(name).get_shape())
+        expected = self._checksums.get(name)
+        if expected is not None and checksum(tensor) != expected:
+            raise CheckpointError(
+                f"{self.path}: {name}: its checksum differs from what was written: the file is damaged"
+            )
+        return tensor
 
     def close(self) -> None:
         """Release the file's memory mapping. Tensors that were read stay valid."""

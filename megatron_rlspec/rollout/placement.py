@@ -54,7 +54,7 @@ class GpuLayout:
 
 def count_parameters(tensors: Any) -> tuple[int, int]:
     """Return the number of all parameters, and of those of routed experts; `tensors` as `read_model` returns them."""
-    sizes = {name: math.prod(tensors.shape(name)) for name in tensors}
+    sizes = {name: math.prod(header.shape) for name, header in tensors.headers.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     return sum(sizes.values()), experts
 

@@ -1,6 +1,5 @@
 """`rlspec convert`: sources that are damaged or not what they say, and targets that cannot be made."""
 
-import io
 import os
 import pickle
 import resource
@@ -8,6 +7,7 @@ import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,30 +45,24 @@ def hf(weights: bytes | None = None) -> Callable[[Path], None]:
     return write
 
 
-def megatron(edit: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Write the Megatron checkpoint, then `edit(directory)`."""
+def megatron(edit: Callable[[Path, Any], object]) -> Callable[[Path], None]:
+    """Write the Megatron checkpoint, then `edit(step, index)`: it changes files or the index, or returns another."""
 
     def write(here: Path) -> None:
         for name, content in megatron_files().items():
             (here / "megatron" / name).parent.mkdir(parents=True, exist_ok=True)
             (here / "megatron" / name).write_bytes(content)
-        edit(here / "megatron")
+        step = here / "megatron/release"
+        index = pickle.loads((step / ".metadata").read_bytes())
+        another = edit(step, index)
+        (step / ".metadata").write_bytes(another if isinstance(another, bytes) else pickle.dumps(index))
 
     return write
 
 
-def replaced(name: str, content: bytes | str) -> Callable[[Path], None]:
-    data = content.encode() if isinstance(content, str) else content
-    return megatron(lambda root: (root / name).write_bytes(data))
-
-
-def biggest(root: Path) -> Path:
-    return max(root.rglob("*.distcp"), key=lambda file: file.stat().st_size)
-
-
-def flipped(root: Path) -> None:
+def flipped(step: Path, _: Any) -> None:
     """Change a bit of a tensor, which begins at most 64 bytes behind its name."""
-    file = biggest(root)
+    file = max(step.glob("*.distcp"), key=lambda file: file.stat().st_size)
     data = bytearray(file.read_bytes())
     data[data.index(b"/data/0") + 100] ^= 16
     file.write_bytes(data)
@@ -79,64 +73,34 @@ class Owned:
         return os.mkdir, ("owned",)
 
 
-def part_of(content: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    return stream.getvalue()
-
-
 def another_part(content: object) -> Callable[[Path], None]:
     """Put `content` where the index expects the embedding, with lengths that fit."""
 
-    def edit(root: Path) -> None:
-        with_index(lambda index, file: _redirect(index, file, part_of(content)))(root.parent)
+    def edit(step: Path, index: Any) -> None:
+        torch.save(content, step / "evil.distcp")
+        for key, info in index.storage_data.items():
+            if key.fqn == EMBEDDING:
+                info.relative_path, info.offset = "evil.distcp", 0
+                info.length = (step / "evil.distcp").stat().st_size
 
     return megatron(edit)
 
 
-def _redirect(index, directory: Path, data: bytes) -> None:
-    (directory / "evil.distcp").write_bytes(data)
-    for key, info in index.storage_data.items():
-        if key.fqn == "embedding.word_embeddings.weight":
-            info.relative_path, info.offset, info.length = "evil.distcp", 0, len(data)
+def longer(_: Path, index: Any) -> None:
+    for info in index.storage_data.values():
+        info.length = 1 << 60
 
 
-def with_index(edit: Callable[[object, Path], object]) -> Callable[[Path], None]:
-    """Write the Megatron checkpoint with an index that `edit(index, directory)` has changed."""
-
-    def change(root: Path) -> None:
-        file = root / "release" / ".metadata"
-        index = pickle.loads(file.read_bytes())
-        edit(index, file.parent)
-        foreign(pickle.dumps(index))(root)
-
-    return megatron(change)
+def larger(_: Path, index: Any) -> None:
+    index.state_dict_metadata[EMBEDDING].size = torch.Size([1 << 50, 16])
 
 
-def foreign(index: bytes) -> Callable[[Path], object]:
-    """Put another index."""
-
-    def change(root: Path) -> None:
-        (root / INDEX).write_bytes(index)
-
-    return change
+def of_int8(_: Path, index: Any) -> None:
+    index.state_dict_metadata[EMBEDDING].properties.dtype = torch.int8
 
 
-def embedding(index):
-    return index.state_dict_metadata["embedding.word_embeddings.weight"]
-
-
-def set_where(**values: object) -> Callable[[Path], None]:
-    def edit(index, _) -> None:
-        for info in index.storage_data.values():
-            for name, value in values.items():
-                setattr(info, name, value)
-
-    return with_index(edit)
-
-
+EMBEDDING = "embedding.word_embeddings.weight"
 WEIGHTS = model_files()["model.safetensors"]
-INDEX = "release/.metadata"
 CASES = [
     Case("no arguments", "convert", ("required: source, target",)),
     Case("target exists", "convert hf hf", ("hf: exists already",), hf()),
@@ -152,20 +116,17 @@ CASES = [
         "tracker junk",
         TO_HF,
         ("latest_checkpointed_iteration.txt", "'../../etc'", "expected `release`"),
-        replaced(torch_dist.TRACKER, "../../etc"),
+        megatron(lambda step, _: (step.parent / torch_dist.TRACKER).write_text("../../etc")),
     ),
-    Case("index of no pickle", TO_HF, (".metadata: unreadable index",), replaced(INDEX, b"\x80\x04no")),
-    Case("index evil", TO_HF, (".metadata", "refers to posix.mkdir"), megatron(foreign(pickle.dumps(Owned())))),
-    Case("path out of the directory", TO_HF, ("a file beside it",), set_where(relative_path="../../../etc/passwd")),
-    Case("length huge", TO_HF, (".distcp: truncated",), set_where(length=1 << 60)),
-    Case("size huge", TO_HF, ("is not whole",), with_index(
-        lambda i, _: setattr(embedding(i), "size", torch.Size([1 << 50, 16])))),
-    Case("dtype changed", TO_HF, ("expected torch.int8",), with_index(
-        lambda i, _: setattr(embedding(i).properties, "dtype", torch.int8))),
+    Case("index of no pickle", TO_HF, (".metadata: unreadable index",), megatron(lambda *_: b"\x80\x04no")),
+    Case("index evil", TO_HF, ("refers to posix.mkdir",), megatron(lambda *_: pickle.dumps(Owned()))),
+    Case("length huge", TO_HF, (".distcp: truncated",), megatron(longer)),
+    Case("size huge", TO_HF, ("is not whole",), megatron(larger)),
+    Case("dtype changed", TO_HF, ("expected torch.int8",), megatron(of_int8)),
     Case("data flipped", TO_HF, (".distcp", "damaged"), megatron(flipped)),
     Case("data evil", TO_HF, ("evil.distcp", "damaged, or something else than a tensor"), another_part(Owned())),
     Case("data of another shape", TO_HF, ("of shape [3]",), another_part(torch.zeros(3))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
@@ -175,7 +136,7 @@ def test_one_line(case, tmp_path, capfd, monkeypatch):
 
 
 def test_good_ones_are_converted(tmp_path):
-    megatron(lambda root: None)(tmp_path)
+    megatron(lambda *_: None)(tmp_path)
     hf()(tmp_path)
     for source in ("megatron", "hf"):
         assert command.main([str(tmp_path / source), str(tmp_path / f"from-{source}")]) == 0

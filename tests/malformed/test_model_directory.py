@@ -46,7 +46,7 @@ def command(act: str) -> str:
 
 
 def value(key: str, given: object, expected: str) -> Case:
-    return setting(key, expected, **{key: given})
+    return setting(expected, **{key: given})
 
 
 def tensors(edit: Callable[[dict], object]) -> Callable[[Path], None]:
@@ -71,9 +71,8 @@ Q, LAYER = "model.layers.0.self_attn.q_proj.weight", "model.layers.0."
 VALUES = [  # one for each rule
     value("rope_theta", DROP, "no rope_theta"),
     value("num_key_value_heads", 3, "a divisor of num_attention_heads=2"),
-    value("hidden_size", 24, "hidden_size=24, but lm_head.weight has shape"),
+    value("hidden_size", 24, "hidden_size=24, but model.embed_tokens.weight has shape"),
     setting("architecture GPT2LMHeadModel", "not trained", architectures=["GPT2LMHeadModel"]),
-    setting("attention_bias=true", "biases of Llama's attention", architectures=["LlamaForCausalLM"]),
     value("model_type", "qwen3", "mimo or qwen2 or llama"),
     value("num_nextn_predict_layers", 0, "drafter"),
 ]
@@ -81,8 +80,7 @@ VALUES = [  # one for each rule
 NOT_IMPLEMENTED = [  # settings that change what a model computes
     value("rope_scaling", {"type": "dynamic", "factor": 4.0}, 'type "dynamic"; expected default or llama3 or yarn'),
     value("rope_scaling", YARN | {"attention_factor": 1.0}, "rope_scaling.attention_factor=1.0: not implemented"),
-    value("use_sliding_window", True, "only full attention"),
-    value("quantization_config", {"quant_method": "fp8"}, "quantised"),
+    value("quantization_config", {"quant_method": "fp8"}, "not implemented for MiMoForCausalLM"),
 ]
 
 WEIGHTS = [
@@ -92,28 +90,16 @@ WEIGHTS = [
 ]
 
 
-def indexed(edit: Callable[[dict], object]) -> Callable[[Path], None]:
-    def change(model: Path) -> None:
-        os.rename(model / "model.safetensors", model / "a.safetensors")
-        names = load((model / "a.safetensors").read_bytes())
-        index: dict = {"weight_map": dict.fromkeys(names, "a.safetensors")}
-        edit(index)
-        (model / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    return change
+def indexed(model: Path) -> None:
+    os.rename(model / "model.safetensors", model / "a.safetensors")
+    names = load((model / "a.safetensors").read_bytes())
+    places = dict.fromkeys(names, "a.safetensors") | {Q: "b.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
 def cut(model: Path) -> None:
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[:-10])
-
-
-def replaced(name: str, content: str | bytes) -> Callable[[Path], None]:
-    return lambda model: (model / name).write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def without(*names: str) -> Callable[[Path], None]:
-    return lambda model: [(model / name).unlink() for name in names]
 
 
 def without_tokenizer(model: Path) -> None:
@@ -134,11 +120,9 @@ FILES = [
     Case("a run directory", TRAIN, ("its model is model/hf",), {"model/hf/config.json": "{}", "rows.jsonl": ROWS}),
     Case("no directory", TRAIN, ("model: no such directory", "Hugging Face"), {"rows.jsonl": ROWS}),
     files("weights cut", cut, "model.safetensors: truncated or not safetensors"),
-    files(
-        "index of a lost file", indexed(lambda i: i["weight_map"].update({Q: "b.safetensors"})), "b.safetensors: no s"
-    ),
+    files("index of a lost file", indexed, "b.safetensors: no s"),
     files("of more layers", configured(num_hidden_layers=11), "model: lacks model.layers.1."),
-    files("with an adapter", replaced("adapter_config.json", "{}"), "a LoRA adapter is not read"),
+    files("with an adapter", lambda model: (model / "adapter_config.json").touch(), "a LoRA adapter is not read"),
     files("without tokenizer", without_tokenizer, "no tokenizer", "tokenizer.json"),
 ]
 
@@ -162,14 +146,7 @@ def test_the_directory_that_is_changed_is_good(tmp_path):
         assert check_model(write_model(tmp_path / "model"), use)["architectures"] == ["MiMoForCausalLM"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_scaling": None, "use_mrope": False, "_name_or_path": "x", "use_cache": True, "temperature": 0.6},
-        {"eos_token_id": [2, 3], "pad_token_id": -1, "model_type": "mimo"},
-    ],
-    ids=str,
-)
-def test_harmless_settings_pass(changes, tmp_path):
+def test_harmless_settings_pass(tmp_path):
+    changes = {"rope_scaling": None, "_name_or_path": "x", "use_cache": True, "temperature": 0.6, "pad_token_id": -1}
     configured(**changes)(write_model(tmp_path / "model"))
     check_model(tmp_path / "model", "train")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from weight_oracles import random_, rms
+from weight_oracles import mimo_checkpoint, mimo_logits, random_, rms
 
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 
@@ -89,6 +89,15 @@ OPTIONS = {
 }
 
 
+IDS = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mimo": {},
+    "tied": {"tie_word_embeddings": True},
+    "glm4_moe": GLM4_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+
+
 def saved(config: dict[str, Any], directory: Path) -> dict[str, Tensor]:
     """Return the tensors that Transformers itself writes for this config, by its names on disk."""
     known = {k: v for k, v in config.items() if k != "architectures"}
@@ -112,9 +121,17 @@ def checkpoint(config: dict[str, Any], directory: Path, seed: int = 0) -> dict[s
     for name, tensor in tensors.items():
         if "e_score_correction_bias" in name:
             tensor *= 0.1  # moves some choices of experts, not all
-    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     return tensors
+
+
+def made(model: str, directory: Path) -> tuple[dict[str, Any], dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Return config.json, tensors, and the logits of `IDS`, of one of `CONFIGS`."""
+    config = CONFIGS[model]
+    if model in ("mimo", "tied"):
+        config, tensors = mimo_checkpoint(**config)
+        return config, tensors, mimo_logits(config, tensors, IDS)
+    tensors = checkpoint(config, directory)
+    return config, tensors, logits(config, tensors, IDS, directory)
 
 
 @torch.no_grad()
@@ -124,7 +141,7 @@ def logits(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor, dire
     target = _load(config, {n: t for n, t in tensors.items() if not n.startswith(prefix)}, directory / "target")
     hidden = target.model(ids).last_hidden_state
     mtp, draft = _drafter(config, tensors, directory / "drafter")
-    embedding = torch.nn.functional.embedding(ids[:, 1:], mtp["embed_tokens.weight"])
+    embedding = torch.nn.functional.embedding(ids[:, 1:], tensors["model.embed_tokens.weight"])
     drafted = draft.model(inputs_embeds=_joined(config, mtp, embedding, hidden[:, :-1])).last_hidden_state
     return target.lm_head(hidden), target.lm_head(drafted)
 
@@ -144,7 +161,7 @@ def chains(config: dict[str, Any], tensors: dict[str, Tensor], ids: Tensor, hidd
             drafter's own inputs of all positions before.
     """
     mtp, draft = _drafter(config, tensors, directory)
-    embedded = torch.nn.functional.embedding(ids, mtp["embed_tokens.weight"])
+    embedded = torch.nn.functional.embedding(ids, tensors["model.embed_tokens.weight"])
     first = _joined(config, mtp, embedded[1:], hidden[:-1])
     out = []
     for t in range(len(ids) - 3):
@@ -168,7 +185,7 @@ def _drafter(
     mtp = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     alone = {f"model.layers.0.{n}": t for n, t in mtp.items() if n.startswith(("self_attn", "mlp", "input_", "post_"))}
     alone["model.norm.weight"] = mtp["shared_head.norm.weight"]
-    alone["model.embed_tokens.weight"], alone["lm_head.weight"] = mtp["embed_tokens.weight"], tensors["lm_head.weight"]
+    alone |= {name: tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
     return mtp, _load({**config, "num_hidden_layers": 1, "first_k_dense_replace": 0}, alone, directory)
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from moe_oracles import DEEPSEEK_V3, GLM4_MOE, OPTIONS, checkpoint, logits
+from moe_oracles import CONFIGS, IDS, OPTIONS, made
 from train_ranks import on_ranks
-from weight_oracles import megatron_logits, megatron_model, mimo_checkpoint, mimo_logits, spelling
+from weight_oracles import megatron_logits, megatron_model, spelling
 from whole_tensors import to_megatron
 
 from megatron_rlspec.config import ParallelConfig
@@ -16,18 +16,6 @@ from megatron_rlspec.conversion.torch_dist import TorchDistReader, checkpoint_di
 from megatron_rlspec.models.hf_files import write_hf
 from megatron_rlspec.models.names import canonical, name_table
 
-IDS = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1))
-CONFIGS = {"mimo": {}, "tied": {"tie_word_embeddings": True}, "glm4_moe": GLM4_MOE, "deepseek_v3": DEEPSEEK_V3}
-
-
-def made(model: str, directory: Path):
-    if model in ("mimo", "tied"):
-        config, tensors = mimo_checkpoint(**CONFIGS[model])
-        return config, tensors, mimo_logits(config, tensors, IDS)
-    config = CONFIGS[model]
-    tensors = checkpoint(config, directory)
-    return config, tensors, logits(config, tensors, IDS, directory)
-
 
 def sharded(network):
     from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
@@ -35,7 +23,7 @@ def sharded(network):
     return network.sharded_state_dict(metadata=ensure_metadata_has_dp_cp_group({}))
 
 
-def in_layout(config, tensors, expected, source: Path, target: Path | None, tensor: int, pipeline: int, expert: int):
+def in_layout(config, tensors, expected, source: Path, target: Path, tensor: int, pipeline: int, expert: int):
     """Run one rank: load by megatron, compare with our shards and with Transformers' logits, save by megatron."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -69,30 +57,28 @@ def in_layout(config, tensors, expected, source: Path, target: Path | None, tens
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
-    if target is not None:
-        if dist.get_rank() == 0:
-            target.mkdir()
-        dist.barrier()
-        # One writing thread: more would be processes, each of which imports the test again.
-        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-        dist_checkpointing.save({"model": sharded(network)}, str(target), strategy)
+    if dist.get_rank() == 0:
+        target.mkdir()
+    dist.barrier()
+    # One writing thread: more would be processes, each of which imports the test again.
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    dist_checkpointing.save({"model": sharded(network)}, str(target), strategy)
     parallel_state.destroy_model_parallel()
 
 
-def in_layouts(config, tensors, expected, directory: Path, layouts, save: bool):
+def in_layouts(config, tensors, expected, directory: Path, layouts):
     torch.set_num_threads(1)
     for layout in layouts:
-        target = directory / f"saved-{layout}" if save else None
-        in_layout(config, tensors, expected, directory / "megatron", target, *layout)
+        in_layout(config, tensors, expected, directory / "megatron", directory / f"saved-{layout}", *layout)
 
 
-def prove(model: str, directory: Path, layouts, save: bool) -> None:
+def prove(model: str, directory: Path, layouts) -> None:
     config, tensors, expected = made(model, directory)
     write_hf(directory / "hf", config, {name: tensor.clone() for name, tensor in tensors.items()})
     convert(plan(directory / "hf", directory / "megatron", spec=spelling()))
-    on_ranks(4, in_layouts, config, tensors, expected, directory, layouts, save)
+    on_ranks(4, in_layouts, config, tensors, expected, directory, layouts)
     family = name_table(config)
-    for layout in layouts if save else ():
+    for layout in layouts:
         reader = TorchDistReader(directory / f"saved-{layout}", family)
         for name, full in to_megatron(family, tensors):
             if name in family.rows:
@@ -108,4 +94,4 @@ def test_every_layout(model, tmp_path):
     layouts = [(tensor, pipeline, 1) for tensor in (1, 2) for pipeline in pipelines]
     if CONFIGS[model].get("n_routed_experts"):
         layouts += [(1, 1, 2), (1, 2, 2), (2, 1, 2)]  # TP 2 × PP 2 × EP 2 would need eight ranks
-    prove(model, tmp_path, layouts, save=True)
+    prove(model, tmp_path, layouts)

@@ -1,4 +1,4 @@
-"""Safetensors files with checksums: every damage is found, and no bytes make the reader crash."""
+"""Safetensors files with checksums: every damage is found."""
 
 import errno
 import json
@@ -6,8 +6,6 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_rlspec.models import tensor_file
@@ -86,41 +84,6 @@ def test_a_path_that_is_no_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="no such file|found a pipe|found a directory"):
         TensorFile(tmp_path / name)
-
-
-def header(content: bytes) -> bytes:
-    return len(content).to_bytes(8, "little") + content
-
-
-ENTRIES = st.dictionaries(
-    st.sampled_from(["a", "b", "__metadata__", "", "\0"]),
-    st.recursive(
-        st.none() | st.integers() | st.floats() | st.sampled_from(["F32", "I64", "BOOL", "Q", ""]),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets", tensor_file.CHECKSUMS]), inner)
-        ),
-        max_leaves=8,
-    ),
-)
-BYTES = st.one_of(
-    st.binary(max_size=200),
-    st.binary(max_size=60).map(header),
-    st.tuples(ENTRIES, st.binary(max_size=64)).map(lambda pair: header(json.dumps(pair[0]).encode()) + pair[1]),
-)
-
-
-@given(content=BYTES)
-@settings(max_examples=150)
-def test_any_bytes_give_tensors_or_one_error(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "fuzz.safetensors"
-    path.write_bytes(content)
-    try:
-        found = read_all(path)
-    except CheckpointError as error:
-        assert str(error).startswith(str(path)) and "\n" not in str(error)
-    else:
-        assert all(isinstance(tensor, torch.Tensor) for tensor in found.values())
 
 
 def test_equal_tensors_make_equal_files(tmp_path):
