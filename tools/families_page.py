@@ -33,7 +33,7 @@ Limits of the table:
   beyond it). `models/config.py` refuses what else changes a model's function.
 - DeepSeek-V3's latent attention is compared with Transformers' layer at depths 1 to 3 of the drafter. No engine runs it
   on a CPU, so no RL run with it took place. DeepSeek publishes FP8, which is refused.
-- `tests/models/published.py` has the config.json of 45 published models that are accepted, and of 8 that are refused.
+- `tests/models/published.py` has the config.json of 16 published models that are accepted.
   Qwen3-0.6B and -1.7B, which store their tied head, are read. A tokenizer.json is read as it is, whatever class
   tokenizer_config.json names; SGLang's routes of text follow Transformers 5, for which DeepSeek-R1-Distill-Llama
   needs `"tokenizer_class": "PreTrainedTokenizerFast"` there. Moonlight's tokenizer is Python code, which
