@@ -241,9 +241,6 @@ def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Lite
 
     add_mtp  source and target may then be of one kind
     """
-    if not source.is_dir():
-        what = "not a directory" if source.exists() else "no such directory"
-        raise CheckpointError(f"{source}: {what}; expected a Hugging Face or a Megatron checkpoint")
     if run_checkpoint.is_run_checkpoint(source):
         return "run", to or "hf"
     if (source / "checkpoints").is_dir():

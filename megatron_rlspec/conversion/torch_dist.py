@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron_rlspec import files
 from megatron_rlspec.conversion.torch_dist_index import load_index
-from megatron_rlspec.models.headers import read_object
 from megatron_rlspec.models.hf_files import CheckpointError, write_json
 from megatron_rlspec.models.names import EXPERT, FUSED, LAYER, NameTable, canonical
 from megatron_rlspec.models.tensor_file import ByName
@@ -110,13 +109,12 @@ class TorchDistReader(ByName):
 
     def __init__(self, path: str | Path, family: NameTable) -> None:
         self.directory = checkpoint_directory(Path(path))
-        if read_object(self.directory / _BACKEND).get("sharded_backend") != "torch_dist":
-            raise CheckpointError(
-                f"{self.directory / _BACKEND}: not a checkpoint of the torch_dist format"
-            )
         index = load_index(self.directory / _INDEX)
-        self._stored = index.tensors
-        self._where = index.parts
+        entries = index.state_dict_metadata.items()
+        self._stored = {
+            k: entry for k, entry in entries if isinstance(entry, TensorStorageMetadata)
+        }
+        self._where = index.storage_data
         self._places: dict[str, Place] = {}
         for name in family.rows:
             if found := self._find(family, name):
@@ -158,7 +156,9 @@ class TorchDistReader(ByName):
 
     def _read(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
-        info = self._where.get((key, tuple(chunk.offsets))) or self._where.get((key, ()))
+        info = self._where.get(MetadataIndex(key, chunk.offsets)) or self._where.get(
+            MetadataIndex(key)
+        )
         if info is None:
             raise CheckpointError(
                 f"{self.directory / _INDEX}: no place for the part of {key} at {chunk.offsets}"
@@ -192,7 +192,9 @@ def is_checkpoint(path: Path) -> bool:
 def checkpoint_directory(path: Path) -> Path:
     """Return the directory with the index: `path`, or the one that its tracker file names. Raises CheckpointError."""
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory; expected a Megatron checkpoint")
+        raise CheckpointError(
+            f"{path}: no such directory; expected a Hugging Face or a Megatron checkpoint"
+        )
     tracker = path / TRACKER
     if tracker.exists():
         try:

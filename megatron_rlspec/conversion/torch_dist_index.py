@@ -5,25 +5,15 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_rlspec import files
 from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.texts import first_line
-
-
-@dataclass(frozen=True)
-class Index:
-    """Global tensors by name, and the places of their parts by name and offsets, () for a part without offsets."""
-
-    tensors: dict[str, TensorStorageMetadata]
-    parts: dict[tuple[str, tuple[int, ...]], _StorageInfo]
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -54,8 +44,11 @@ class _IndexUnpickler(pickle.Unpickler):
         )
 
 
-def load_index(file: Path) -> Index:
-    """Read the index. Raises CheckpointError."""
+def load_index(file: Path) -> Metadata:
+    """Read the index. Raises CheckpointError.
+
+    Of Megatron 0.15, an object that only has the same attributes.
+    """
     try:
         found = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()
     except files.FileError as error:
@@ -64,17 +57,6 @@ def load_index(file: Path) -> Index:
         raise CheckpointError(f"{file}: {error}") from None
     except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise CheckpointError(f"{file}: unreadable index: {first_line(error)}") from None
-    return _index(file, found)
-
-
-def _index(file: Path, metadata: Any) -> Index:
-    try:
-        entries = metadata.state_dict_metadata
-        places = metadata.storage_data
-    except AttributeError:
-        raise CheckpointError(f"{file}: not the index of a checkpoint") from None
-    tensors = {
-        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
-    }
-    parts = {(key.fqn, tuple(key.offset or ())): info for key, info in places.items()}
-    return Index(tensors, parts)
+    if not hasattr(found, "storage_data"):
+        raise CheckpointError(f"{file}: not the index of a checkpoint")
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_rlspec.models.config import (
     EAGLE3,
@@ -17,8 +17,15 @@ from megatron_rlspec.models.config import (
     without_unknown,
 )
 
-_TAPPED = "eagle_aux_hidden_state_layer_ids"
-_JOINED_NORM = "norm_before_fc"
+
+class Settings(BaseModel):
+    """`eagle_config` in the config.json of an EAGLE-3 drafter."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    use_aux_hidden_state: Literal[True] = True
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    norm_before_fc: bool | None = None
 
 
 class Eagle3(Llama):
@@ -30,28 +37,16 @@ class Eagle3(Llama):
     )  # type: ignore[assignment]
     target_hidden_size: Size | None = None
     num_aux_hidden_states: Size | None = None
-    eagle_config: dict[str, Any] | None = None
+    eagle_config: Settings | None = None
     fc_norm: bool | None = None  # norm the hidden states of each layer that it reads
     use_aux_norm: bool | None = None  # an older name of fc_norm
     norm_before_fc: bool | None = None  # norm all of them together; eagle_config may state it
     norm_output: bool | None = None  # the next draft reads the state after the final norm
 
-    @model_validator(mode="after")
-    def _aux_hidden_states(self) -> Eagle3:
-        stated = self.eagle_config or {}
-        for key, value in stated.items():
-            if key not in ("use_aux_hidden_state", _JOINED_NORM, _TAPPED) and value:
-                raise ValueError(
-                    f"eagle_config.{key}={shown(value)}: not implemented; expected no such key"
-                )
-        if stated.get("use_aux_hidden_state", True) is not True:
-            raise ValueError("eagle_config.use_aux_hidden_state: only true is implemented")
-        ids = stated.get(_TAPPED)
-        if ids is not None and (not isinstance(ids, list) or any(type(i) is not int for i in ids)):
-            raise ValueError(
-                f"eagle_config.{_TAPPED}={shown(ids)}: expected a list of layer numbers"
-            )
-        return self
+    @property
+    def settings(self) -> Settings:
+        """Return `eagle_config`, with defaults where it is not there."""
+        return self.eagle_config or Settings()
 
     @property
     def norms_each(self) -> bool:
@@ -61,12 +56,13 @@ class Eagle3(Llama):
     @property
     def norms_joined(self) -> bool:
         """Return whether the hidden states are normed together before `fc`, and before the norms of each."""
-        return bool((self.eagle_config or {}).get(_JOINED_NORM, self.norm_before_fc))
+        stated = self.settings.norm_before_fc
+        return bool(self.norm_before_fc if stated is None else stated)
 
     @property
     def tapped(self) -> int:
         """Return how many layers of the target it reads."""
-        return len((self.eagle_config or {}).get(_TAPPED) or (0, 0, 0))
+        return len(self.settings.eagle_aux_hidden_state_layer_ids or (0, 0, 0))
 
     def taps(self, layers: int) -> tuple[int, ...]:
         """Return the layers of a target of `layers` layers whose inputs the drafter reads, counted from 0.
@@ -74,7 +70,7 @@ class Eagle3(Llama):
         `eagle_aux_hidden_state_layer_ids` names layers by their outputs; without them these are SGLang's default.
         Raises ValueError for layers that the target cannot give: SGLang then computes on, and accepts no draft.
         """
-        ids = (self.eagle_config or {}).get(_TAPPED)
+        ids = self.settings.eagle_aux_hidden_state_layer_ids
         found = (2, layers // 2, layers - 3) if ids is None else tuple(i + 1 for i in ids)
         if (
             len(found) < 2
@@ -82,10 +78,10 @@ class Eagle3(Llama):
             or found[0] < 0
             or found[-1] >= layers
         ):
+            told = "SGLang's default " if ids is None else ""
             raise ValueError(
-                f"eagle_config.{_TAPPED}={'SGLang default ' if ids is None else ''}{[i - 1 for i in found]}: "
-                f"the target has {layers} layers; expected "
-                f"at least two ascending numbers from -1 (its embedding) to {layers - 2}"
+                f"eagle_config.eagle_aux_hidden_state_layer_ids={told}{[i - 1 for i in found]}: the target has "
+                f"{layers} layers; expected at least two ascending numbers from -1 (its embedding) to {layers - 2}"
             )
         if self.num_aux_hidden_states not in (None, len(found)):
             raise ValueError(

@@ -72,7 +72,7 @@ def test_a_policy_is_read_with_drafters_of_other_directories(model, drafter, tmp
 IDS = "eagle_aux_hidden_state_layer_ids"
 REFUSED = {
     "a layer that the target lacks": ({"eagle_config": {IDS: [0, 1, 3]}}, {}, "the target has 4 layers"),
-    "SGLang's default of a small target": ({"eagle_config": None}, {}, "SGLang default [1, 1, 0]"),
+    "SGLang's default of a small target": ({"eagle_config": None}, {}, "SGLang's default [1, 1, 0]"),
     "a norm that is not there": ({"fc_norm": True}, {}, "lacks fc_norm.0.weight"),
     "of another class": ({"architectures": ["Eagle3Speculator"]}, {}, "expected [LlamaForCausalLMEagle3]"),
     "an unknown key": ({"parallel_drafts": 3}, {}, "parallel_drafts=3: not implemented"),
