@@ -24,13 +24,6 @@ def test_round_trip_single_and_sharded(tmp_path, checkpoint, shard_bytes):
     assert (len(shards) > 1) == (shard_bytes == 100_000)
 
 
-def test_transformers_reads_what_we_write(tmp_path, checkpoint):
-    config, tensors = mimo_checkpoint(num_nextn_predict_layers=0)
-    write_hf(tmp_path / "out", {**config, "architectures": ["Qwen2ForCausalLM"]}, tensors, shard_bytes=100_000)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
-
-
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_config_states_the_type_that_the_weights_have(tmp_path, checkpoint, key):
     config, tensors = checkpoint
