@@ -103,20 +103,16 @@ def test_a_run_places_its_ranks_and_engines_by_the_gpus_of_the_machine(monkeypat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(total_memory=80 << 30))
-    layout = loading.place(config, MIMO, Shapes({"all": (7_800_000, 1_000)}))
+    held = SimpleNamespace(headers={"all": SimpleNamespace(shape=(7_800_000, 1_000))})
+    layout = loading.place(config, MIMO, held)
     assert layout.train == tuple("0123") and layout.engines == (("4",), ("5",), ("6",), ("7",))
     assert 0.8 < layout.mem_fraction < 0.83
     elsewhere = load(None, {"rollout.urls": "http://127.0.0.1:30004", "model.path": "m"})
-    assert loading.place(elsewhere, MIMO, Shapes()) == GpuLayout()
+    assert loading.place(elsewhere, MIMO, SimpleNamespace(headers={})) == GpuLayout()
 
 
 MIMO = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 MIMO |= {"vocab_size": 151_680, "intermediate_size": 11_008, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
-
-
-class Shapes(dict):
-    def shape(self, name):
-        return self[name]
 
 
 def need_of(gpu, weights, trainer=0, fixed=0):
