@@ -9,7 +9,6 @@ import pytest
 import torch
 from test_pushed_families import checkpoint, config_of
 
-from megatron_rlspec import cli
 from megatron_rlspec.commands.convert import main as convert
 from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.hf_files import read_hf
@@ -99,10 +98,3 @@ def test_tensors_that_transformers_would_ignore_are_refused(model, tmp_path, cap
         to_hf([file, str(tmp_path / "hf")])
     assert "holds tensors that have no place in LlamaForCausalLM" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
-
-
-def test_convert_says_what_to_do(tmp_path, capsys):
-    (tmp_path / "m.gguf").touch()
-    assert cli.run(lambda: convert([str(tmp_path / "m.gguf"), str(tmp_path / "hf")])) == 2
-    error = capsys.readouterr().err
-    assert "tools/gguf_to_hf.py" in error and error.count("\n") == 1
