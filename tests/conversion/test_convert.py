@@ -14,7 +14,7 @@ from weight_oracles import mimo_checkpoint
 from megatron_rlspec import files
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.config import ConfigError
-from megatron_rlspec.conversion.convert import convert, plan
+from megatron_rlspec.conversion.convert import config_with_drafter, convert, plan
 from megatron_rlspec.models import tensor_file
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.models.names import name_table
@@ -228,3 +228,8 @@ def test_a_megatron_checkpoint_without_config_json_is_read_with_another_one(tmp_
     with pytest.raises(ConfigError, match="config.json: No such file"):
         main(command)
     assert main([*command, "--hf", str(tmp_path / "hf")]) == 0
+
+
+def test_a_family_for_which_no_engine_has_a_drafter_gets_none():
+    with pytest.raises(ValueError, match="architecture Qwen3ForCausalLM is not given a drafter; those are Llama"):
+        config_with_drafter({"architectures": ["Qwen3ForCausalLM"]})
