@@ -37,7 +37,9 @@ class Eagle3(Llama):
     )  # type: ignore[assignment]
     target_hidden_size: Size | None = None
     num_aux_hidden_states: Size | None = None
-    eagle_config: Settings | None = None
+    eagle_config: Settings | None = Field(
+        None, description="its other settings are not implemented"
+    )
     fc_norm: bool | None = None  # norm the hidden states of each layer that it reads
     use_aux_norm: bool | None = None  # an older name of fc_norm
     norm_before_fc: bool | None = None  # norm all of them together; eagle_config may state it

@@ -159,23 +159,17 @@ def test_a_second_conversion_into_the_same_target_is_refused(tmp_path):
     assert same(tensors, tmp_path / "back")
 
 
-def test_files_are_large_and_others_may_read_them(tmp_path, monkeypatch):
-    _, tensors = hf_directory(tmp_path)
+def test_others_may_read_the_files(tmp_path):
+    hf_directory(tmp_path)
     (tmp_path / "hf/tokenizer_config.json").write_text("{}")
     (tmp_path / "hf/tokenizer_config.json").chmod(0o600)
-    convert(plan(tmp_path / "hf", tmp_path / "megatron"))
     old = os.umask(0o027)
     try:
-        convert(plan(tmp_path / "megatron", tmp_path / "one"))
-        monkeypatch.setattr("megatron_rlspec.models.hf_files.SHARD_BYTES", 300_000)
-        convert(plan(tmp_path / "megatron", tmp_path / "some"))
+        convert(plan(tmp_path / "hf", tmp_path / "megatron"))
+        convert(plan(tmp_path / "megatron", tmp_path / "out"))
     finally:
         os.umask(old)
-    assert [file.name for file in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
-    shards = sorted((tmp_path / "some").glob("*.safetensors"))
-    assert 1 < len(shards) < 6 and all(file.stat().st_size > 300_000 for file in shards[:-1])
-    assert same(tensors, tmp_path / "one") and same(tensors, tmp_path / "some")
-    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "some").iterdir()} == {0o640}
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o640}
 
 
 def test_a_fresh_drafter_reads_the_embedding_through_the_first_layer(tmp_path):
