@@ -10,7 +10,8 @@ import transformers
 from short_run import run
 
 from megatron_rlspec.commands.convert import main
-from megatron_rlspec.models.hf_files import read_hf, read_json
+from megatron_rlspec.models.headers import read_object
+from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
@@ -79,7 +80,7 @@ LAYOUTS = {
 def test_every_layout_of_ranks_is_read(start, tmp_path, layout):
     ranks, given, distributed = LAYOUTS[layout]
     run(start, tmp_path / "run", ranks=ranks, **OPTIONS, **given, optimizer__distributed=distributed, train__steps=1)
-    assert read_json(tmp_path / "run/checkpoints/step-000001/layout.json")["replicas"] == (
+    assert read_object(tmp_path / "run/checkpoints/step-000001/layout.json")["replicas"] == (
         2 if ranks == 4 and len(given) == 1 else 1
     )
     assert main([str(tmp_path / "run/checkpoints/step-000001"), str(tmp_path / "out")]) == 0
