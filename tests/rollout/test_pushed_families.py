@@ -209,10 +209,9 @@ def test_a_wider_stored_type_is_compared_in_the_type_pushed(sglang_models, archi
     assert set(difference(sglang_models, ranks, tensors).differing) == wider
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
-def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, architecture, tmp_path, monkeypatch):
+def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, tmp_path, monkeypatch):
     """SGLang copies kv_b_proj after loading. A push renews the copies; if it did not, the tensor would differ."""
-    ranks, tensors = pushed(sglang_models, architecture, tmp_path)
+    ranks, tensors = pushed(sglang_models, "DeepseekV3ForCausalLM", tmp_path)
     new = {name: tensor + 1 for name, tensor in tensors.items()}
     for rank in ranks:
         rank.load(new)
@@ -225,10 +224,9 @@ def test_copies_that_latent_attention_decodes_with_are_compared(sglang_models, a
     assert stale == tuple(f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in range(4))
 
 
-@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM"])
-def test_a_bucket_holds_all_tensors_that_latent_attention_fuses(sglang_models, architecture, tmp_path):
+def test_a_bucket_holds_all_tensors_that_latent_attention_fuses(sglang_models, tmp_path):
     """SGLang's loader silently drops `q_a_proj` and `kv_a_proj_with_mqa` if they come in two calls."""
-    ranks, tensors = pushed(sglang_models, architecture, tmp_path)
+    ranks, tensors = pushed(sglang_models, "DeepseekV3ForCausalLM", tmp_path)
     new = {name: tensor + 1 for name, tensor in tensors.items()}
     for bucket in buckets(new.items(), limit=1):
         for rank in ranks:

@@ -7,7 +7,6 @@ import os
 import pytest
 import tiny_mimo
 import torch
-from host_reads import HostReads
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.push.fingerprint import as_delivered, compare, fingerprint
@@ -15,7 +14,7 @@ from megatron_rlspec.push.push import Pusher
 from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.rollout.sglang.scheduler.served_weights import Deliveries, TensorPart, joined, marks_of
+from megatron_rlspec.rollout.sglang.scheduler.served_weights import TensorPart, joined, marks_of
 from megatron_rlspec.rollout.sglang.schemas import Refusal
 
 
@@ -60,33 +59,6 @@ def test_replicas_on_several_ranks_must_agree():
 def test_a_word_across_two_ranks_is_refused():
     with pytest.raises(ValueError, match="w: a part of 6 bytes a row; expected a multiple of 8"):
         held(torch.zeros(4, 6, dtype=torch.bfloat16), 1, 0, 2).placed()
-
-
-def test_a_gpu_is_waited_for_once_for_all_tensors():
-    """Parts of several sizes and places, a router in a wider type than pushed, and what a loader was given."""
-    full = [torch.randn(shape).to(torch.bfloat16) for shape in ((48, 40), (48, 40), (64, 8), (48, 40), (16, 16))]
-    dtypes = [torch.bfloat16] * 5
-
-    class Model(torch.nn.Module):
-        def load_weights(self, weights):
-            self.loaded = dict(weights)
-
-    with HostReads() as reads:
-        there = [tensor.to("cuda") for tensor in full]
-        parts = [held(one, dim, 1, 2) for one, dim in zip(there, (0, 1, 0, 0, 0), strict=True)]
-        parts[4] = TensorPart("w", there[4].float(), (16, 16))
-        deliveries, model = Deliveries(), Model()
-        deliveries.watch(model, fingerprints=True)
-        reads.found.clear()
-        marks = marks_of(parts, dtypes)
-        assert set(reads.found.values()) == {1} and len(reads.found) == 2, reads.found
-        reads.found.clear()
-        model.load_weights([(str(i), tensor) for i, tensor in enumerate(there)])
-        assert not reads.found
-        assert list(deliveries.marks.values()) == [fingerprint(tensor) for tensor in full]
-        assert list(reads.found.values()) == [1]
-    here = [TensorPart("w", reads.take(part.part), part.shape, part.dim, part.first) for part in parts]
-    assert marks == marks_of(here, dtypes) and marks[4] == fingerprint(full[4])
 
 
 @pytest.mark.slow

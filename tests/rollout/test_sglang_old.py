@@ -19,12 +19,12 @@ import tiny_mimo
 import torch
 import torch.distributed as dist
 from taking_turns import taking_turns
+from test_sglang_engine import k, texts
 
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.client.transport import GroupBroadcast
-from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Prompt, Request, Sample, Sampling, SpecConfig
 
 FOLDERS = os.environ.get("RLSPEC_SGLANG_OLD", "")
@@ -70,20 +70,9 @@ def generate(engine: SGLangEngine, tag: str, n: int = 3, tokens: int = 12, **sam
     return engine.generate(requests(n, tag), Sampling(max_new_tokens=tokens, ignore_eos=True, **sampling))
 
 
-def texts(samples: list[Sample]) -> list[list[int]]:
-    return [s.response.tolist() for s in samples]
-
-
-def k(num_steps: int) -> SpecConfig:
-    return SpecConfig(num_steps)
-
-
-def test_the_engine_runs_the_old_version(engines):
-    assert engines["adaptive"].describe()["sglang"] == "0.5.15.post1"
-
-
 def test_text_does_not_depend_on_speculation(engines):
     sampling = {"temperature": 1.0, "top_p": 0.95}
+    assert engines["adaptive"].describe()["sglang"] == "0.5.15.post1"
     plain = texts(generate(engines["plain"], "plain", **sampling))
     configs = {"fixed-1": k(1), "fixed-3": k(3), "step-0": k(0), "off": OFF}
     for name, config in configs.items():
@@ -147,13 +136,6 @@ def test_samples_continue_under_new_weights(engines):
     engine.update_weights(5, WEIGHTS.items())
     thread.join(300)
     assert [len(s.response) for s in done] == [24, 24]
-
-
-def test_a_new_rule_decides_and_reports(engines):
-    engine = engines["adaptive"]
-    engine.set_spec_rule({"roofline": Roofline.of_layers(8).to_json()})
-    generate(engine, "rule", temperature=1.0)
-    assert engine.spec_rule_report()
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,6 @@ from megatron_rlspec.rollout.sglang.scheduler.rounds import rounds
 from megatron_rlspec.types import OFF, SpecConfig
 
 logger = logging.getLogger(__name__)
-# SGLang passes these between rounds; unused while off
-_STUBBED = ("topk_p", "topk_index", "hidden_states")
 
 
 def _nothing(_: int) -> int:
@@ -61,7 +59,6 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         self._context = 0  # tokens
         self._plain = False  # whether no request of the round needs the verify path
         self._decided = False  # whether this round was decided before SGLang asked
-        self._stub: tuple[torch.Tensor, ...] | None = None
         self._forward = worker.forward_batch_generation
         worker.forward_batch_generation = self._round
         self._extend = worker.draft_worker._draft_extend_for_decode
@@ -178,8 +175,4 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
         """Skip the drafter in this round, and keep its inputs."""
         self.gap.record(batch.reqs, hidden, tokens)
-        if self._stub is None or len(self._stub[0]) != len(batch.reqs):
-            self.worker._stub_skipped_draft_extend(batch, result)
-            self._stub = tuple(getattr(result.next_draft_input, name) for name in _STUBBED)
-        for name, value in zip(_STUBBED, self._stub, strict=True):
-            setattr(result.next_draft_input, name, value)
+        self.worker._stub_skipped_draft_extend(batch, result)
