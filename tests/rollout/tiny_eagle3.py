@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+import tiny_mimo
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlspec.models.config import MAPS, PREFIX
@@ -166,8 +164,4 @@ def pushed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items() if name not in MAPS}
 
 
-def write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+write = tiny_mimo.write

@@ -52,7 +52,7 @@ def renew(worker: Any, words: list[int]) -> None:
             f"{len(words)} words, expected {expected}: the size is fixed when the engine starts"
         )
     total = drafter.target_worker.model_config.vocab_size
-    if len(set(words)) != expected or min(words) < 0 or max(words) >= total:
+    if len(set(words)) != expected or max(words) >= total:
         raise ValueError(f"words: expected different ids from 0 to {total - 1}")
     drafter.hot_token_id.copy_(torch.tensor(sorted(words)))
     _copy_rows(drafter)
