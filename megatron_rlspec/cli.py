@@ -1,8 +1,7 @@
-"""`rlspec COMMAND`: the list of commands, the module of each, and errors as one line. It imports little."""
+"""`rlspec COMMAND`: run one of the commands, and tell errors as one line. It imports little."""
 
 from __future__ import annotations
 
-import difflib
 import errno
 import functools
 import importlib
@@ -13,78 +12,13 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rlspec import __version__, files, texts
+from megatron_rlspec.commands import COMMANDS
 from megatron_rlspec.host import memory
 from megatron_rlspec.host.interruption import Interrupted
 
-
-class Command(NamedTuple):
-    """One command.
-
-    run      module:function of this package, which gets the other words of the command line
-    text     what `rlspec --help` says of it
-    example  a command line of a first day
-    """
-
-    run: str
-    text: str
-    example: str
-
-
-COMMANDS = {
-    "train": Command(
-        "commands.training:train",
-        "GRPO with a drafter that learns in the same step",
-        "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
-    ),
-    "report": Command(
-        "commands.report:main",
-        "one HTML page of a run",
-        "rlspec report runs/mine",
-    ),
-    "convert": Command(
-        "commands.convert:main",
-        "Hugging Face <-> Megatron checkpoints; gives a model a drafter",
-        "rlspec convert MODEL DIR --add-mtp --to hf",
-    ),
-    "answer": Command(
-        "commands.training:answer",
-        "let a model write answers, from which a drafter learns before RL",
-        "rlspec answer --config run.toml --answer.path answers.jsonl",
-    ),
-    "sft": Command(
-        "commands.training:sft",
-        "train a drafter on such answers, or a policy on demonstrations",
-        "rlspec sft --config run.toml --sft.path answers.jsonl",
-    ),
-    "compare": Command(
-        "commands.compare:main",
-        "accept lengths of several drafters on one policy",
-        "rlspec compare POLICY old=DIR new=DIR --prompts held-out.jsonl",
-    ),
-    "serve": Command(
-        "rollout.sglang.http.serve:main",
-        "one SGLang engine: lossless drafts, weight pushes, adaptive",
-        "rlspec serve --model DIR",
-    ),
-    "slime": Command(
-        "integrations.slime.launch:main",
-        "run a slime command line with a drafter that is trained",
-        "rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN",
-    ),
-    "doctor": Command(
-        "commands.doctor:main",
-        "whether what is installed fits; what a GPU machine lacks",
-        "rlspec doctor",
-    ),
-    "replay": Command(
-        "commands.training:replay",
-        "train a drafter again along a recorded run",
-        "rlspec replay runs/mine --train.run_dir runs/again",
-    ),
-}
 # Packages that a bare `pip install` leaves out -> the extra that brings each.
 EXTRAS = {
     "torch": "train",
@@ -120,11 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(__version__)
         sys.exit(0)
     if argv[0] not in COMMANDS:
-        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
-        hint = f"did you mean `rlspec {near[0]}`?" if near else f"one of: {', '.join(COMMANDS)}"
-        sys.exit(
-            _complain(f"unknown command {argv[0]!r}; {hint} `rlspec --help` shows examples", 2)
-        )
+        names = ", ".join(COMMANDS)
+        sys.exit(_complain(f"unknown command {argv[0]!r}; expected one of: {names}", 2))
     if not os.path.exists(GPU_DEVICE):
         warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
         # OpenMP's idle threads would spin. Where others use the cores, too, a step takes 40 times as long.

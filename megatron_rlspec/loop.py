@@ -52,7 +52,7 @@ def warm_start(
 
     Raises RunStopped if the run ends early.
     """
-    with Session(config, supervised=True, interruption=interruption, extensions=extensions) as run:
+    with Session(config, "sft", interruption=interruption, extensions=extensions) as run:
         for step in run.records.steps(config.sft.steps):
             with run.clock("train"):
                 metrics = run.train_step(
@@ -75,7 +75,7 @@ def replay(
     Only the drafter learns, so the policy runs forward only. Raises RunStopped if the run ends early.
     """
     generates = config.replay.policy_step >= 0  # one policy stays, and engines generate from it
-    with Session(config, interruption=interruption, extensions=extensions) as run:
+    with Session(config, "replay", interruption=interruption, extensions=extensions) as run:
         if generates:
             run.push()
         for step in run.records.steps(config.train.steps):

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parent.parent
 REQUIREMENTS = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_LOCKED = {"wandb", "trackio"}  # no package of these extras is in cpu.txt
+NOT_LOCKED = {"wandb"}  # no package of this extra is in cpu.txt
 INSTALLED = [extra for extra in PROJECT["optional-dependencies"] if extra not in NOT_LOCKED]
 
 

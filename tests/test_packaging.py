@@ -32,7 +32,7 @@ def names(requirements) -> set[str]:
 BROUGHT = {"fastapi", "starlette", "datasets", "huggingface_hub", "triton", "ray", "slime", "prometheus_client"}
 # Needed without an import statement of ours: torch's writer of TensorBoard files, a bound on what matplotlib takes, and
 # what `log.sinks` names.
-NOT_IMPORTED = {"tensorboard", "contourpy", "wandb", "trackio"}
+NOT_IMPORTED = {"tensorboard", "contourpy", "wandb"}
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
 
 

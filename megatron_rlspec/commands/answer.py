@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rlspec import files
 from megatron_rlspec.commands.journal import Journal
@@ -39,39 +38,32 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
     and EngineError.
     """
     with files.locked(config.answer.path):
-        return _answer(config, hf_config)
-
-
-def _answer(config: Config, hf_config: dict[str, Any]) -> str:
-    path = Path(config.answer.path)
-    tokenizer = data.load_tokenizer(config.model.path, config.model.trust_remote_code)
-    longest = config.longest_prompt
-    prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
-    shared = settings(config, prompts)
-    if config.rollout.urls:
-        # Others have started these engines, with weights of their choice. Raises EngineError if these differ.
-        starting = KINDS[config.rollout.engine].start(config, Path(), GpuLayout())
-        fingerprints = EnginePool(starting.wait()).fingerprints()
-        shared["served"] = identity.of_rows(sorted(fingerprints.items()))
-    if config.answer.prompts:
-        prompts = prompts[: config.answer.prompts]
-    journal = Journal(path, shared, prompts)
-    missing = [request for request in requests(config, prompts) if request.id not in journal.done]
-    speed = ""
-    if missing:
-        print(
-            f"rlspec answer: loading {config.model.path} ({hf_config['architectures'][0]}) in {config.model.dtype}, "
-            f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
-            flush=True,
+        path = Path(config.answer.path)
+        tokenizer = data.load_tokenizer(config.model.path, config.model.trust_remote_code)
+        longest = config.longest_prompt
+        prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
+        shared = settings(config, prompts)
+        if config.answer.prompts:
+            prompts = prompts[: config.answer.prompts]
+        journal = Journal(path, shared, prompts)
+        missing = [
+            request for request in requests(config, prompts) if request.id not in journal.done
+        ]
+        speed = ""
+        if missing:
+            print(
+                f"rlspec answer: loading {config.model.path} in {config.model.dtype}, "
+                f"engine {config.rollout.engine}; {len(missing)} answers are missing in {path}",
+                flush=True,
+            )
+            tokens, seconds = _generate(config, hf_config, missing, journal, tokenizer)
+            speed = f"; {tokens} new tokens, {tokens / seconds:.0f} per second"
+        left_out = f"; {dropped} prompts of more than {longest} tokens left out" if dropped else ""
+        ended = list(journal.done.values()).count("finished")
+        return (
+            f"{path}: {len(journal.done)} answers to {len(prompts)} prompts, of which {ended} ended by themselves"
+            f"{speed}{left_out}"
         )
-        tokens, seconds = _generate(config, hf_config, missing, journal, tokenizer)
-        speed = f"; {tokens} new tokens, {tokens / seconds:.0f} per second"
-    left_out = f"; {dropped} prompts of more than {longest} tokens left out" if dropped else ""
-    ended = list(journal.done.values()).count("finished")
-    return (
-        f"{path}: {len(journal.done)} answers to {len(prompts)} prompts, of which {ended} ended by themselves"
-        f"{speed}{left_out}"
-    )
 
 
 def layout(config: Config) -> GpuLayout:
@@ -140,22 +132,18 @@ def _generate(
         pool = EnginePool(engines, config.rollout.max_running_requests)
         _set_speculation(config, hf_config, pool)
         start = time.perf_counter()
-        with _progress_bar() as bar:
-            total = len(journal.done) + len(missing)
-            task = bar.add_task("", total=total, completed=len(journal.done), tokens=0)
-            tokens = 0
+        tokens = 0
 
-            def write(sample: Sample) -> None:
-                nonlocal tokens
-                if sample.status == "aborted":
-                    return
+        def write(sample: Sample) -> None:
+            if sample.status != "aborted":
                 journal.add(sample, tokenizer.decode(sample.response, skip_special_tokens=True))
-                tokens += len(sample.response)
-                bar.update(task, advance=1, tokens=tokens)
 
-            part = AT_ONCE * config.rollout.max_running_requests * len(engines)
-            for first in range(0, len(missing), part):
-                pool.generate(missing[first : first + part], config.rollout.sampling, write)
+        part = AT_ONCE * config.rollout.max_running_requests * len(engines)
+        for first in range(0, len(missing), part):
+            asked = missing[first : first + part]
+            samples = pool.generate(asked, config.rollout.sampling, write)
+            tokens += sum(len(sample.response) for sample in samples)
+            files.tell(f"{first + len(asked)} of {len(missing)} answers", sys.stderr)
         return tokens, time.perf_counter() - start
     finally:
         starting.close()
@@ -169,16 +157,3 @@ def _set_speculation(config: Config, hf_config: dict[str, Any], pool: EnginePool
     else:
         fixed = config.spec.config()
         pool.everywhere(lambda engine: engine.set_config(fixed))
-
-
-def _progress_bar() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("answers"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )

@@ -6,7 +6,6 @@ Nothing of them is imported. If a GPU is visible, or with `--gpu`, it prints wha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -66,21 +65,14 @@ class ProjectLine:
     text: str
 
 
-def examine(names: Iterable[str] = tuple(UPSTREAM), path: Sequence[str] = ()) -> list[ProjectLine]:
-    """Compare the versions of the named projects with those that fit.
-
-    `path`: directories to look in first. The version of a checkout, which has no wheel, is not compared.
-    """
+def examine(names: Iterable[str] = tuple(UPSTREAM)) -> list[ProjectLine]:
+    """Compare the versions of the named projects with those that fit. A checkout without a wheel has no version."""
     findings = []
     for name in names:
         upstream = UPSTREAM[name]
-        module = f"{upstream.module}.__init__"
         installed = version(name)
-        place = locate(module, path)
-        if place is None:
+        if locate(f"{upstream.module}.__init__") is None:
             findings.append(ProjectLine(name, "missing", "not installed"))
-        elif place != locate(module):
-            findings.append(ProjectLine(name, "fits", "a checkout, whose version is not compared"))
         elif not installed or _is_among(installed, upstream.versions):
             findings.append(ProjectLine(name, "fits", "fits"))
         else:
@@ -121,27 +113,20 @@ def parser() -> arguments.Parser:
         action="store_true",
         help="check the packages for GPUs also where none is visible (image builds)",
     )
-    p.add_argument(
-        "--path", action="append", default=[], metavar="DIR", help="look here first (checkouts)"
-    )
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the findings. Returns the exit status."""
-    command = parser()
-    options = command.parse_args(argv)
-    for path in options.path:
-        if not os.path.isdir(path):
-            command.error(f"--path {path or repr(path)}: no such directory")
-    for finding in examine(path=options.path):
+    options = parser().parse_args(argv)
+    for finding in examine():
         if finding.state == "missing":
             print(f"{finding.name}: {finding.text}; {UPSTREAM[finding.name].install}")
         else:
             print(f"{finding.name} {version(finding.name) or '(no wheel)'}: {finding.text}")
     if not (options.gpu or machine.visible_gpus()):
         return 0
-    lacks = machine.lacks(machine.gather(options.path))
+    lacks = machine.lacks(machine.gather())
     for lack in lacks:
         print(f"GPU machine: {lack.text}")
     if not lacks:

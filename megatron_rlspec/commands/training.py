@@ -8,10 +8,10 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megatron_rlspec import arguments
-from megatron_rlspec.commands import doctor
+from megatron_rlspec.commands import COMMANDS, doctor
 from megatron_rlspec.config import Command, Config, ConfigError, load, load_replay, options
 from megatron_rlspec.config.load import unknown_option
 from megatron_rlspec.config.run_dir import claimed
@@ -41,43 +41,19 @@ TORCHRUN = (
     "127.0.0.1",
     "--nproc-per-node",
 )
-MOST_RANKS = 16384  # Megatron takes 10 s to lay out so many
 NOTES = """\
 Every option can stand in the TOML file, as [section] key = value; the command line wins over the file.
 docs/configuration.md has the options, docs/runs.md the files of a run and its exit codes."""
 
 
-class Help(NamedTuple):
-    """What `--help` shows of a command: its description, an example, and the most used options."""
-
-    description: str
-    example: str
-    options: str
-
-
-HELP: dict[Name, Help] = {
-    "train": Help(
-        "GRPO with a drafter that learns in the same step.",
-        "rlspec train --config run.toml --model.path MODEL --drafter.fresh true",
-        "model.path data.path data.eval_path reward.kind rollout.prompts_per_step rollout.samples_per_prompt "
-        "rollout.max_new_tokens rollout.temperature spec.mode optimizer.lr train.steps train.run_dir train.resume "
-        "log.sinks",
-    ),
-    "sft": Help(
-        "Supervised warm start of policy and drafter, or of the drafter alone.",
-        "rlspec sft --ranks 2 --config run.toml --sft.path answers.jsonl \\\n    --sft.drafter_only true",
-        "model.path sft.path sft.steps sft.drafter_only sft.held_out train.run_dir",
-    ),
-    "answer": Help(
-        "Let a model write answers to prompts, as token ids: what a drafter is warmed up on.",
-        "rlspec answer --model.path MODEL --data.path prompts.jsonl \\\n    --answer.path answers.jsonl",
-        "model.path data.path answer.path answer.prompts rollout.samples_per_prompt rollout.temperature",
-    ),
-    "replay": Help(
-        "Train a drafter again along a recorded run.",
-        "rlspec replay runs/recorded --ranks 2 --drafter.loss ce \\\n    --train.run_dir runs/ce",
-        "drafter.loss drafter.lr replay.policy_step train.run_dir",
-    ),
+# The most used options of each command, which `--help` shows.
+OPTIONS: dict[Name, str] = {
+    "train": "model.path data.path data.eval_path reward.kind rollout.prompts_per_step rollout.samples_per_prompt "
+    "rollout.max_new_tokens rollout.temperature spec.mode optimizer.lr train.steps train.run_dir train.resume "
+    "log.sinks",
+    "sft": "model.path sft.path sft.steps sft.drafter_only sft.held_out train.run_dir",
+    "answer": "model.path data.path answer.path answer.prompts rollout.samples_per_prompt rollout.temperature",
+    "replay": "drafter.loss drafter.lr replay.policy_step train.run_dir",
 }
 
 
@@ -150,8 +126,8 @@ def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
     ranks = known.ranks
     if ranks is None:
         return 0, rest
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ConfigError(f"--ranks {ranks}: expected a number from 1 to {MOST_RANKS}")
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: expected a number from 1")
     return ranks, rest
 
 
@@ -243,12 +219,7 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     if unknown:
         raise ConfigError(_unknown_word(unknown[0]))
     overrides = vars(known)
-    files = overrides.pop("config")
-    if len(files) > 1:
-        raise ConfigError(
-            "--config twice: expected one file; options of the command line win over it"
-        )
-    file = files[0] if files else None
+    file = overrides.pop("config")
     for name in ("dry_run", "gpu_gib"):
         overrides.pop(name, None)
     if command == "replay":
@@ -290,29 +261,23 @@ def _unknown_word(word: str) -> str:
 
 def parser_of(command: Name) -> arguments.Parser:
     """Return the parser of one of the four commands: every option of the configuration as --section.key."""
-    help = HELP[command]
+    about = COMMANDS[command]
     run = "RUN " if command == "replay" else ""
     parser = _Parser(
         prog=f"rlspec {command}",
         usage=f"rlspec {command} {run}[--config FILE] [--section.key value ...]",
-        description=help.description,
+        description=about.text,
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        example=help.example,
-        first=["--ranks", "--dry-run", *(f"--{name}" for name in help.options.split())],
+        example=about.example,
+        first=["--ranks", "--dry-run", *(f"--{name}" for name in OPTIONS[command].split())],
     )
     # argparse would take -1e-4 for an option.
     parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")
     add = parser.add_argument
     if command == "replay":
         add("run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`")
-    add(
-        "--config",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="TOML file, one table per section",
-    )
+    add("--config", metavar="FILE", help="TOML file, one table per section")
     if command != "answer":
         add(
             "--ranks",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 
 
-def locate(module: str, path: Sequence[str] = ()) -> Path | None:
-    """Return the file of a module: in the directories of `path`, else where Python would find it; None if nowhere."""
+def locate(module: str) -> Path | None:
+    """Return the file of a module where Python would find it; None if nowhere."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)  # of a dotted name it would import the parents
     installed = [
@@ -17,7 +16,7 @@ def locate(module: str, path: Sequence[str] = ()) -> Path | None:
     ]
     if spec and not rest and spec.origin:
         installed.append(Path(spec.origin).parent)
-    for root in [*map(Path, path), *installed]:
+    for root in installed:
         place = root.joinpath(top, *rest)
         for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
             if file.is_file():

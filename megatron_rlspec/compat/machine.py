@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,27 +118,27 @@ def visible_gpus() -> int:
     return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
-def gather(path: Sequence[str] = ()) -> Machine:
-    """Read the facts of this machine. `path`: directories of checkouts to look in first."""
+def gather() -> Machine:
+    """Read the facts of this machine."""
     driver = _driver_cuda()
     failures: dict[str, str] = {}
     for module, package in COMPILED.items():
-        error = _import_error(module, path) if locate(f"{package}.__init__", path) else ""
+        error = _import_error(module) if locate(f"{package}.__init__") else ""
         # Where an image is built there is no driver, and a missing libcuda.so.1 is no fault of the package.
         if error and (driver or "libcuda.so.1" not in error):
             failures[module] = error
     return Machine(
         gpus=visible_gpus(),
         driver_cuda=driver,
-        torch_cuda=_torch_cuda(path),
-        modules=frozenset(module for module in MODULES if locate(f"{module}.__init__", path)),
+        torch_cuda=_torch_cuda(),
+        modules=frozenset(module for module in MODULES if locate(f"{module}.__init__")),
         failures=failures,
         shared_bytes=_shared_bytes(),
     )
 
 
-def _torch_cuda(path: Sequence[str]) -> tuple[int, int] | None:
-    file = locate("torch.version", path)
+def _torch_cuda() -> tuple[int, int] | None:
+    file = locate("torch.version")
     source = file.read_text(encoding="utf-8") if file else ""
     built = re.search(r"^cuda\b[^=]*= *'(\d+)\.(\d+)", source, re.M)
     return (int(built[1]), int(built[2])) if built else None
@@ -161,10 +161,9 @@ def _shared_bytes() -> int:
     return shared.f_frsize * shared.f_blocks
 
 
-def _import_error(module: str, path: Sequence[str]) -> str:
+def _import_error(module: str) -> str:
     """Import a module in a process that sees no GPU. Returns the last line of its error, or an empty text."""
-    paths = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
         done = subprocess.run(

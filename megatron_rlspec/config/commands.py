@@ -58,6 +58,3 @@ class ReplayConfig(Section):
         -1,
         description="-1: each step's own policy and rollouts; n: the policy after n steps, from which engines generate",
     )
-    fresh_drafter: bool = Field(
-        False, description="start from a drafter with random weights, not from model.path's"
-    )

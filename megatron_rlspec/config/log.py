@@ -10,15 +10,15 @@ from megatron_rlspec.config.base import Needs, Section, Text
 
 
 class LogConfig(Section):
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         ("tensorboard",),
-        description="tensorboard, wandb, trackio: where records and samples go beside metrics.jsonl; event files "
-        "in run_dir/tensorboard, Weights & Biases, set by the environment (WANDB_API_KEY, WANDB_TAGS, "
-        "WANDB_MODE=offline), and trackio's local dashboard; empty: nowhere",
+        description="tensorboard, wandb: where records and samples go beside metrics.jsonl; event files in "
+        "run_dir/tensorboard, and Weights & Biases, set by the environment (WANDB_API_KEY, WANDB_TAGS, "
+        "WANDB_MODE=offline); empty: nowhere",
     )
     project: Annotated[Text, Needs("log.sinks")] = Field(
         "",
-        description="project in Weights & Biases and trackio; empty: WANDB_PROJECT, or megatron_rlspec",
+        description="project in Weights & Biases; empty: WANDB_PROJECT, or megatron_rlspec",
     )
     name: Annotated[Text, Needs("log.sinks")] = Field(
         "",

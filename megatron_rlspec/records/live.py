@@ -77,13 +77,12 @@ class Saving(NamedTuple):
 
     spent   seconds of the engines' decode rounds in the steps for which it is known
     saved   seconds that plain decoding would have taken more; below 0: less
-    steps   for which it is known, of `drafted` steps with drafts
+    steps   for which it is known
     """
 
     spent: float
     saved: float
     steps: int
-    drafted: int
 
     @property
     def effect(self) -> str:
@@ -97,13 +96,12 @@ class Saving(NamedTuple):
 
 def saving(records: Sequence[Numbers]) -> Saving | None:
     """Return what speculation saved in a run, from the records of its steps; None if no step says."""
-    drafted = [values for values in records if "spec/verified_tokens" in values]
-    known = [values for values in drafted if "spec/saved_seconds" in values]
+    known = [values for values in records if "spec/saved_seconds" in values]
     if not known:
         return None
     saved = sum(values["spec/saved_seconds"] for values in known)
     spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in known) / 1e3
-    return Saving(spent, saved, len(known), len(drafted))
+    return Saving(spent, saved, len(known))
 
 
 def saved_line(records: Sequence[Numbers]) -> str:
@@ -111,13 +109,10 @@ def saved_line(records: Sequence[Numbers]) -> str:
     found = saving(records)
     if found is None:
         return ""
-    steps = ""
-    if found.steps < found.drafted:
-        steps = f"in {found.steps} of the {found.drafted} steps with drafts, "
     return (
-        f"{steps}speculation {found.effect} of the engines' decoding: {found.spent:.1f} s with drafts, about "
-        f"{found.spent + found.saved:.1f} s without. This is an estimate from its rounds and their costs; prefill, and "
-        "training and pushing the drafter, are not counted"
+        f"speculation {found.effect} of the engines' decoding in {found.steps} steps: {found.spent:.1f} s with drafts, "
+        f"about {found.spent + found.saved:.1f} s without. This is an estimate from its rounds and their costs; "
+        "prefill, and training and pushing the drafter, are not counted"
     )
 
 

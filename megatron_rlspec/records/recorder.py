@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +51,7 @@ class Recorder:
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)
         for name in ("events", "process"):
-            _drop_torn_line(self.run_dir / f"{name}.jsonl")
+            _keep_before(self.run_dir / f"{name}.jsonl", math.inf)
         self._sinks = open_sinks()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -103,7 +102,6 @@ class Recorder:
     def started(self, step: int) -> None:
         """Add to `process.jsonl` how the run was started: command line, ranks, versions, and its first step."""
         row = {
-            "kind": "start",
             "time": time.time(),
             "step": step,
             "command": shlex.join(["rlspec", *sys.argv[1:]]),
@@ -111,11 +109,6 @@ class Recorder:
             "versions": versions(),
         }
         self._append("process", [row])
-
-    def ended(self, step: int) -> None:
-        """Add to `process.jsonl` that this process trains no more, after `step` steps."""
-        with suppress(OSError):  # the disk may be full, which another line says already
-            self._append("process", [{"kind": "end", "time": time.time(), "step": step}])
 
     def moves(self, step: int, record: Mapping[str, Any]) -> None:
         """Add the moves of one rollout to `moves.jsonl`."""
@@ -183,25 +176,15 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
     return texts_and_kinds
 
 
-def _keep_before(path: Path, step: int) -> None:
-    """Drop the lines of `step` and later. Raises FileError."""
+def _keep_before(path: Path, step: float) -> None:
+    """Drop the lines of `step` and later, and an unfinished last line that a killed run left. Raises FileError."""
     if not path.exists():
         return
     lines = []
     for record in read_records(path):
-        if record["step"] < step:
+        if record.get("step", 0) < step:
             lines.append(json.dumps(record) + "\n")
     files.write(path, "".join(lines))
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Remove an unfinished last line that a killed run left. An appended line would make it unreadable."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    end_of_lines = content.rfind(b"\n") + 1
-    if end_of_lines < len(content):
-        os.truncate(path, end_of_lines)
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Other places that get the records of a run: TensorBoard, Weights & Biases and trackio, by their own packages."""
+"""Other places that get the records of a run: TensorBoard, and Weights & Biases, by their own packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, LogConfig
@@ -16,19 +16,6 @@ from megatron_rlspec.texts import one_line
 
 # of the table of samples
 COLUMNS = ("step", "prompt", "response", "label", "reward", "status")
-
-
-class Sink(Protocol):
-    """Takes the numbers and some texts of each step."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the record of a step."""
-
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add samples, as rows of samples.jsonl."""
-
-    def close(self) -> None:
-        """Write what is left."""
 
 
 class TensorBoard:
@@ -40,10 +27,12 @@ class TensorBoard:
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the record of a step."""
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add samples, as rows of samples.jsonl."""
         for number, row in enumerate(rows):
             text = f"reward {row['reward']}\n\n{row['prompt']}{row['response']}"
             self._board.add_text(f"sample/{number}", text, step)
@@ -52,49 +41,37 @@ class TensorBoard:
         self._board.close()
 
 
-class Tracker:
-    """A run of Weights & Biases, or of trackio, which has its functions. A resumed run goes on there.
+class WeightsAndBiases:
+    """A run of Weights & Biases. A resumed run goes on there; `run_dir/wandb_id` has its name.
 
-    It is found by what `run_dir/wandb_id` or `run_dir/trackio_name` has. Weights & Biases keeps the first value of a
-    step, so steps that a resume repeats keep their old values there.
-
-    package  wandb or trackio
-    options  of the run, by section, which both show
+    The first value of a step stays there, so steps that a resume repeats keep their old values.
     """
 
     def __init__(
-        self,
-        package: str,
-        log: LogConfig,
-        options: Mapping[str, Any],
-        run_dir: Path,
-        first_step: int,
+        self, log: LogConfig, options: Mapping[str, Any], run_dir: Path, first_step: int
     ) -> None:
+        """`options`: of the run, by section, which are shown there."""
         try:
-            self._package = importlib.import_module(package)
+            self._package = importlib.import_module("wandb")
         except Exception as error:  # its many dependencies often disagree
             raise ConfigError(
-                f"log.sinks={package}: it cannot be imported: {one_line(error)}"
+                f"log.sinks=wandb: it cannot be imported: {one_line(error)}"
             ) from None
-        name = log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name
-        settings: dict[str, Any] = {
-            "project": log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
-            "config": dict(options),
-        }
-        new = uuid.uuid4().hex
-        if package == "trackio":
-            # It finds a run by its name, which runs in other directories may have, too.
-            known = _known(run_dir / "trackio_name", f"{name}-{new[:6]}", first_step)
-            self._run = self._package.init(**settings, name=known, resume="allow", embed=False)
-            return
-        known = _known(run_dir / "wandb_id", new, first_step)
-        settings |= {"name": name, "id": known, "dir": str(run_dir)}
+        file = run_dir / "wandb_id"
+        if not (first_step and file.exists()):
+            files.write(file, uuid.uuid4().hex)
         try:
-            self._run = self._package.init(**settings, resume="allow")
+            self._run = self._package.init(
+                project=log.project or os.environ.get("WANDB_PROJECT", "megatron_rlspec"),
+                config=dict(options),
+                name=log.name or os.environ.get("WANDB_NAME") or run_dir.resolve().name,
+                id=file.read_text(),
+                dir=str(run_dir),
+                resume="allow",
+            )
         except self._package.Error as error:
-            reason = " ".join(str(error).split())
             raise ConfigError(
-                f"log.sinks=wandb: {reason}; WANDB_MODE=offline writes to {run_dir}/wandb"
+                f"log.sinks=wandb: {one_line(error)}; WANDB_MODE=offline writes to {run_dir}/wandb"
             ) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -109,12 +86,7 @@ class Tracker:
         self._run.finish()
 
 
-def _known(file: Path, new: str, first_step: int) -> str:
-    """Return what a resumed run has in `file`, or keep `new` there."""
-    if first_step > 0 and file.exists():
-        return file.read_text()
-    files.write(file, new)
-    return new
+Sink = TensorBoard | WeightsAndBiases
 
 
 def check(log: LogConfig) -> None:
@@ -134,11 +106,9 @@ def open_sinks(
     first_step: int,
 ) -> Sequence[Sink]:
     """Open the sinks of `log.sinks`. Raises ConfigError."""
-    check(log)
     sinks: list[Sink] = []
     if "tensorboard" in log.sinks:
         sinks.append(TensorBoard(run_dir, first_step))
-    for package in ("wandb", "trackio"):
-        if package in log.sinks:
-            sinks.append(Tracker(package, log, options, run_dir, first_step))
+    if "wandb" in log.sinks:
+        sinks.append(WeightsAndBiases(log, options, run_dir, first_step))
     return sinks

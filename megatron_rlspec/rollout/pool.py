@@ -99,15 +99,6 @@ class EnginePool:
             with suppress(EngineError):
                 engine.abort(request_ids)
 
-    def fingerprints(self) -> dict[str, int]:
-        """Return those of the first engine. Raises EngineError if another engine holds other weights."""
-        by_engine = self.everywhere(lambda engine: engine.fingerprints())
-        first_name, first = next(iter(by_engine.items()))
-        for name, other in by_engine.items():
-            if other != first:
-                raise EngineError(f"{name}: it holds other weights than {first_name}")
-        return first
-
     def close(self) -> None:
         for engine in list(self._engines.values()):
             engine.close()

@@ -44,13 +44,8 @@ class Checkpoints:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; remove {path} to go on without it") from None
 
-    def discard(self, step: int) -> None:
-        """Remove the state of a checkpoint that could not be written."""
-        if not self.path(step).exists():
-            state_file.of(self.path(step)).unlink(missing_ok=True)
-
     def prune(self) -> None:
-        """Remove all but the newest `KEPT`, and what an interrupted write left."""
+        """Remove all but the newest `KEPT`, and what an unfinished write left."""
         for old in self.whole()[:-KEPT]:
             shutil.rmtree(old)
         for left in self.folder.glob(".step-*"):
@@ -78,8 +73,7 @@ class Saver:
         """Load the newest checkpoint into the trainer. Returns the run's state and groups, empty without a checkpoint.
 
         Raises CheckpointError for a checkpoint after more than `steps` steps, of another model, of other data or of
-        another version of the package, whose seeds and state can differ, and for one whose rollouts are too old for the
-        options of now.
+        another version of the package, whose seeds and state can differ.
         """
         checkpoints = self._checkpoints.whole()
         if not checkpoints:
@@ -99,13 +93,6 @@ class Saver:
             raise CheckpointError(
                 f"{path} is of a run with another content of {other}; expected the same, or "
                 f"another train.run_dir, with the model.path that `rlspec convert {path} MODEL` writes"
-            )
-        rollout = self._trainer.config.rollout
-        age = drawn.age(state["step"], rollout.partial > 0)
-        if age > rollout.oldest:
-            raise CheckpointError(
-                f"rollout.staleness={rollout.staleness} and rollout.partial={rollout.partial}: {path} holds tokens for "
-                f"the next step that are {age:g} versions old; expected these options as in the run that wrote it"
             )
         self._trainer.load(path)
         self.saved = state["step"]
@@ -129,11 +116,8 @@ class Saver:
             if error := on_all_ranks(write_state, self._main):
                 raise SaveError(error)
             self._trainer.save(path)
-        except SaveError:
+        finally:
             if self._main:
-                self._checkpoints.discard(done)
-            raise
+                self._checkpoints.prune()
         self.saved = done
-        if self._main:
-            self._checkpoints.prune()
         return path

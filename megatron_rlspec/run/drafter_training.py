@@ -10,7 +10,6 @@ import numpy as np
 
 from megatron_rlspec.run.extension import DrafterSchedule, DrafterScheduleBuilder
 from megatron_rlspec.run.loading import Loaded
-from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
@@ -42,52 +41,40 @@ class Drafting:
     """The drafter's side of every step. Every rank holds one, and all see the same rollouts.
 
     schedule  decides on updates
-    records   whether steps record if the drafter was updated: not in a warm start, nor without a trained drafter
     tokens    that trained the drafter at depth 1 so far
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        vocabulary: DraftVocabulary | None,
-        schedule: DrafterSchedule,
-        records: bool,
-    ) -> None:
-        self.schedule = schedule
-        self.tokens = 0
-        self._trainer = trainer
-        self._vocabulary = vocabulary
-        self._records = records
-
-    @classmethod
-    def open(
-        cls,
-        trainer: Trainer,
         loaded: Loaded,
         extension: DrafterScheduleBuilder | None,
         state: Mapping[str, Any],
         rollouts: Sequence[Group],
         supervised: bool,
-    ) -> Drafting:
-        """Return the drafter's side of a run; `state` and `rollouts` of a checkpoint, or empty."""
-        config = trainer.config
-        # A warm start learns from every batch alike.
-        learns_from_rollouts = config.drafter.train and not supervised
-        schedule = DrafterSchedule()
-        if learns_from_rollouts and extension is not None:
+    ) -> None:
+        """Begin, or continue with `state` and `rollouts` of a checkpoint; both are empty at a run's begin."""
+        self._trainer = trainer
+        self._vocabulary = loaded.vocabulary
+        # whether the drafter learns from rollouts; a warm start learns from every batch alike
+        self._learns = trainer.config.drafter.train and not supervised
+        self.schedule = DrafterSchedule()
+        if self._learns and extension is not None:
             load_policy = None
             if loaded.followed is not None:
                 load_policy = partial(loaded.followed.load, trainer)
-            schedule = extension(trainer, load_policy, state.get("online", {}), rollouts)
-        drafting = cls(trainer, loaded.vocabulary, schedule, learns_from_rollouts)
-        drafting.restore(state)
-        return drafting
+            self.schedule = extension(trainer, load_policy, state.get("online", {}), rollouts)
+        self.tokens = int(state.get("tokens", 0))
+        if self._vocabulary is not None and state.get("words"):
+            self._vocabulary.restore(state["words"])
+            # an update can come before the next rollout
+            trainer.set_draft_vocabulary(self._vocabulary.ids())
 
     def weights(self, step: int, samples: Sequence[Sample]) -> np.ndarray | None:
         """Return the drafter's weight of every sample of a step, `[n]`; None if all are 1."""
         weights = self.schedule.weights(samples)
         config = self._trainer.config
-        if not config.drafter.learns_part or not self._records:
+        if not config.drafter.learns_part or not self._learns:
             return weights
         lengths = [len(sample.tokens) for sample in samples]
         chosen = chosen_samples(lengths, config.drafter.share, (config.train.seed, step))
@@ -113,7 +100,7 @@ class Drafting:
         metrics = self.schedule.train_step(
             step, lambda learns: train(train_drafter=learns), rollout_seconds
         )
-        if self._records:
+        if self._learns:
             metrics.setdefault("drafter/updated", 1.0)
         self.tokens += int(metrics.get("drafter/tokens_1", 0))
         return metrics
@@ -131,11 +118,3 @@ class Drafting:
             state["words"] = self._vocabulary.state()
         state["online"], groups = self.schedule.state()
         return state, groups
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Set what `state` returned, without the schedule's part."""
-        self.tokens = int(state.get("tokens", 0))
-        if self._vocabulary is not None and state.get("words"):
-            self._vocabulary.restore(state["words"])
-            # an update can come before the next rollout
-            self._trainer.set_draft_vocabulary(self._vocabulary.ids())

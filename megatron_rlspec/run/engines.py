@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -226,16 +225,3 @@ class Engines:
             )
         if not self.pool.engines:
             raise EngineError("no engine is left, and none could be restarted")
-
-
-def report_slow_sampling(recorder: Recorder, named: Named) -> None:
-    """Write one event for each engine that samples on a GPU by plain torch, because the kernel does not run there."""
-    for name, engine in named.items():
-        with suppress(EngineError):  # the pool drops an engine that does not answer
-            described = engine.describe()
-            if described.get("device") == "cuda" and described.get("kernels") == "torch":
-                message = (
-                    f"{name}: samples by plain torch on the GPU, which is slower in every round; "
-                    "the engine's log says why"
-                )
-                recorder.event("kernels", message, engine=name)

@@ -32,24 +32,18 @@ class Evaluation:
     push: Callable[[], None]
     accept_lengths: list[float]
 
-    def evaluate(self, name: str, done: int) -> dict[str, dict[str, float]]:
-        """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
+    def evaluate(self, name: str, done: int) -> None:
+        """Generate and score responses to held-out prompts, if there are any, and write an event. Collective.
 
         done  steps of the run so far
-
-        Returns the results on rank 0 by the name of the set, {} on the others. Collective.
         """
-        results: dict[str, dict[str, float]] = {}
 
         def answer(rollouts: Rollouts) -> None:
-            results.update(rollouts.generation.evaluate(name, done))
+            self.records.evaluated(done, rollouts.generation.evaluate(name, done))
 
         while not self.rank0.ask(answer):
             # All engines were lost. One has started again, and needs the weights.
             self.push()
-        for which, result in results.items():
-            self.records.evaluated(done, which, result)
-        return results
 
     def settled(self, done: int, tokens: int, answers: list[Sample]) -> bool:
         """Measure a warm start's drafter after `done` steps. Returns whether its accept length has stopped rising.

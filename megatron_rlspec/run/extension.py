@@ -1,4 +1,4 @@
-"""How a run uses what it can do without: other updates of the drafter, moves of running samples, more kinds of engines.
+"""What an extension can change in a run: the drafter's updates, where samples run, and the kinds of engines.
 
 `commands/training.py` builds the extensions that a configuration asks for, and hands them to the loop. The core imports
 none of them.

@@ -1,4 +1,4 @@
-"""A run of a plain model: the fresh drafter that it starts with (`drafter.fresh`)."""
+"""Give a model without a drafter a fresh one, with which the run starts (`drafter.fresh`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.run import identity
 
 LOOK_AGAIN = 0.2  # seconds
-SAY_AFTER = 60.0  # seconds
 
 
 def with_fresh_drafter(config: Config) -> Config:
@@ -44,22 +43,9 @@ def with_fresh_drafter(config: Config) -> Config:
             convert(plan(model, target, to="hf", add_mtp=True), link=True)
         else:
             make_drafter(model, target)
-    _wait_for(target)
-    return changed
-
-
-def _wait_for(target: Path) -> None:
-    """Wait until rank 0 has written `target`. Say so once: without a shared directory it never comes."""
-    say_at = time.monotonic() + SAY_AFTER
     while not target.exists():
         time.sleep(LOOK_AGAIN)
-        if time.monotonic() > say_at:
-            say_at = float("inf")
-            print(
-                f"rlspec: rank {os.environ.get('RANK', '0')} still waits for {target}, which rank 0 writes; "
-                "expected train.run_dir in a directory that all nodes share",
-                flush=True,
-            )
+    return changed
 
 
 def described(config: Config, hf_config: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from megatron_rlspec.config import Command, Config, ConfigError
@@ -33,16 +31,14 @@ def check_inputs(config: Config, command: Command) -> None:
 
 @contextmanager
 def naming_paths(config: Config) -> Iterator[None]:
-    """Add to the error of a path that is not there which option it has, and where a relative one begins."""
+    """Add to the error of a path that is not there which option it has."""
     try:
         yield
     except ValueError as error:
         for name in PATHS:
             path = option(config, name)[0]
-            missing = re.match(rf"{re.escape(str(path))}: no such ", str(error), re.IGNORECASE)
-            if path and missing:
-                start = "" if os.path.isabs(str(path)) else f" (relative to {Path.cwd()})"
-                raise type(error)(f"{name}: {error}{start}") from None
+            if path and str(error).lower().startswith(f"{path}: no such ".lower()):
+                raise type(error)(f"{name}: {error}") from None
         raise
 
 
@@ -68,8 +64,8 @@ def _check(config: Config, command: Command) -> None:
     elif command == "sft":
         data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
     if generates:
-        for path in config.data.evaluated.values():
-            data.check_prompts(path, config.data)
+        if config.data.eval_path:
+            data.check_prompts(config.data.eval_path, config.data)
         # A worker that cannot load the reward raises ConfigError.
         rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout import placement
 from megatron_rlspec.rollout.start import learning
 from megatron_rlspec.run import identity
-from megatron_rlspec.run.engines import Engines, RunDraftRule, report_slow_sampling
+from megatron_rlspec.run.engines import Engines, RunDraftRule
 from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.generation import Generation
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
@@ -38,6 +38,7 @@ from megatron_rlspec.tasks import rewards
 from megatron_rlspec.tasks.data import Demonstrations, Prompts, Reading, check_ids, load_tokenizer
 from megatron_rlspec.train import model
 from megatron_rlspec.train.step import Trainer
+from megatron_rlspec.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Loaded:
     layout      which GPUs the ranks of this node and the engines have
     vocabulary  counts tokens for the draft vocabulary; None: drafts are chosen from all tokens
     data        prompts, or the demonstrations of a warm start; None for a replay, which has recorded rollouts
-    held_out    prompts of evaluations by the name of their set (`DataConfig.evaluated`)
+    held_out    prompts of evaluations; None without `data.eval_path`
     replay      the recorded run that `rlspec replay` follows
     identity    digests of what a resumed run must share with the run that wrote its checkpoint, by names of options
     """
@@ -62,7 +63,7 @@ class Loaded:
     tokenizer: Any
     vocabulary: DraftVocabulary | None
     data: Prompts | Demonstrations | None
-    held_out: dict[str, Prompts]
+    held_out: Prompts | None
     replay: Replay | None
     identity: dict[str, str]
 
@@ -82,15 +83,13 @@ class Loaded:
         return self.replay if self.replay is not None and self.replay.follows else None
 
 
-def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
-    """Read what a run needs, and check that it can work with it. Rank 0 prints what is being loaded.
-
-    supervised  it trains on the demonstrations of sft.path
-    generates   the run has engines
+def load(config: Config, command: Command) -> Loaded:
+    """Read what a run of a command needs, and check that it can work with it. Rank 0 prints what is being loaded.
 
     Raises ConfigError, DataError or CheckpointError. Writes nothing.
     """
     check_machine()
+    generates = config.generates(command)
     for option, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
@@ -103,15 +102,14 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
     model.check(hf_config, config.model, config.parallel)
     layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
     if os.environ.get("RANK", "0") == "0":
-        command = command_of(config, supervised)
         print(_announcement(command, config, hf_config, generates), flush=True)
         if layout.kv_tokens:
             print(f"rlspec {command}: {cache_line(config, layout.kv_tokens)}", flush=True)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rows: Prompts | Demonstrations | None = None
-    held_out: dict[str, Prompts] = {}
+    held_out: Prompts | None = None
     reading = Reading(config.data, tokenizer, config.longest_prompt, config.train.seed)
-    if supervised:
+    if command == "sft":
         with_answers = reading._replace(longest=config.model.max_length)
         rows = Demonstrations(config.sft.path, with_answers, config.sft)
         check_ids(rows.held_out, hf_config["vocab_size"])
@@ -119,16 +117,14 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
         rows = Prompts(config.data.path, reading, config.rollout.prompts_per_step)
     if rows is not None:
         check_ids(rows.rows, hf_config["vocab_size"])
-    if generates:
-        for name, path in config.data.evaluated.items():
-            prompts = Prompts(path, reading)
-            check_ids(prompts.rows, hf_config["vocab_size"])
-            held_out[name] = prompts
+    if generates and config.data.eval_path:
+        held_out = Prompts(config.data.eval_path, reading)
+        check_ids(held_out.rows, hf_config["vocab_size"])
     digests = {"model.path": identity.of_model(config.model.path)}
     if config.drafter.path:
         digests["drafter.path"] = identity.of_model(config.drafter.path)
     if rows is not None:
-        digests["sft.path" if supervised else "data.path"] = identity.of_rows(rows.rows)
+        digests["sft.path" if command == "sft" else "data.path"] = identity.of_rows(rows.rows)
     replay = None
     if config.replay.run:
         replay = Replay(config.replay, config.model.path, config.train.steps, tensors)
@@ -150,7 +146,7 @@ def load(config: Config, *, supervised: bool, generates: bool) -> Loaded:
 def build_trainer(config: Config, loaded: Loaded, supervised: bool) -> Trainer:
     """Build the trainer with the weights that the run begins with, before any checkpoint. Collective."""
     trainer = Trainer(config, loaded.hf_config)
-    trainer.load_hf(loaded.tensors, fresh_drafter=config.replay.fresh_drafter)
+    trainer.load_hf(loaded.tensors)
     if loaded.eagle3_ids is not None:
         trainer.set_draft_vocabulary(loaded.eagle3_ids.numpy())
     if loaded.replay is not None:
@@ -193,13 +189,12 @@ def build_rollouts(
     named      the result of `started.engines.wait()`
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
-    held_out = {}
-    for name, prompts in loaded.held_out.items():
-        recorder.event("data", prompts.summary)
-        held_out[name] = prompts.rows
-    canary = held_out.get("") or (loaded.prompts.rows if loaded.prompts else [])
+    held_out: Sequence[Prompt] = ()
+    if loaded.held_out is not None:
+        recorder.event("data", loaded.held_out.summary)
+        held_out = loaded.held_out.rows
+    canary = held_out or (loaded.prompts.rows if loaded.prompts else [])
     speculation = RunDraftRule(config, started.learning)
-    report_slow_sampling(recorder, named)
     engines = Engines(
         config,
         named,
@@ -228,13 +223,6 @@ def build_rollouts(
         migration=started.migration,
         config=config,
     )
-
-
-def command_of(config: Config, supervised: bool) -> Command:
-    """Return the command that a run was started by; `supervised`: it trains on demonstrations."""
-    if supervised:
-        return "sft"
-    return "replay" if config.replay.run else "train"
 
 
 def check_machine() -> None:
@@ -327,13 +315,8 @@ def _announcement(
     ranks = os.environ.get("WORLD_SIZE", "1")
     place = "GPUs" if torch.cuda.is_available() else "the CPU"
     engine = f", engine {config.rollout.engine}" if generates else ""
-    dtype: str = config.model.dtype
-    # torch has fast products in bfloat16 from AVX512 on.
-    slow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-    if place == "the CPU" and dtype == "bfloat16" and slow:
-        dtype += " (this CPU is several times as fast with model.dtype=float32)"
     return (
         f"rlspec {command}: loading {config.model.path} "
-        f"({hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {dtype}, "
+        f"({hf_config['architectures'][0]}, {weights / 1e9:.2g} GB) in {config.model.dtype}, "
         f"ranks: {ranks} on {place}{engine}; run directory {Path(config.train.run_dir)}"
     )

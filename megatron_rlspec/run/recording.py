@@ -12,7 +12,6 @@ from typing import Any
 
 from megatron_rlspec import files
 from megatron_rlspec.config import Config
-from megatron_rlspec.config.base import shown
 from megatron_rlspec.records.clock import Clock
 from megatron_rlspec.records.live import line, saved_line
 from megatron_rlspec.records.recorder import Decode, Recorder, read_records
@@ -81,13 +80,11 @@ class Records:
             self.event("resume", f"no checkpoint in {run_dir}: the run begins anew, and {lost}")
         if done:
             total = config.train.steps if config.data.path else config.sft.steps
-            self.event("resume", f"resumed at step {done} of {total}{_changed(run_dir, config)}")
+            self.event("resume", f"resumed at step {done} of {total}")
         files.write(run_dir / "config.json", config.model_dump_json(indent=1))
 
-    def close(self, done: int) -> None:
-        """Record that this process trains no more, after `done` steps, and close the files."""
+    def close(self) -> None:
         if self.recorder is not None:
-            self.recorder.ended(done)
             self.recorder.close()
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
@@ -95,11 +92,10 @@ class Records:
         if self.recorder is not None:
             self.recorder.event(kind, message, **fields)
 
-    def evaluated(self, done: int, which: str, result: Mapping[str, float]) -> None:
-        """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward` or `eval/SET/reward`."""
+    def evaluated(self, done: int, result: Mapping[str, float]) -> None:
+        """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward`."""
         if self.recorder is not None:
-            prefix = f"eval/{which}/" if which else "eval/"
-            values = {f"{prefix}{name}": value for name, value in result.items()}
+            values = {f"eval/{name}": value for name, value in result.items()}
             self.about |= values
             self.recorder.to_sinks(done, values)
 
@@ -185,15 +181,3 @@ class Records:
                 "different weights?"
             )
         return f"loss or gradient norm of {' and '.join(skipped)} not finite"
-
-
-def _changed(run_dir: Path, config: Config) -> str:
-    """Return which options differ from those in the run's config.json, as the end of a line; "" if none does."""
-    before = files.read_json(run_dir / "config.json")
-    changes = []
-    for section, options in config.model_dump(mode="json").items():
-        for key, value in options.items():
-            old = before.get(section, {}).get(key)
-            if old != value and key != "resume":
-                changes.append(f"{section}.{key} {shown(old)} → {shown(value)}")
-    return f"; changed: {', '.join(changes)}" if changes else ""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from itertools import chain
 from pathlib import Path
 
 from megatron_rlspec.config import DrafterConfig
 from megatron_rlspec.conversion.drafter_files import build_drafter
-from megatron_rlspec.files import read_json, tell
-from megatron_rlspec.host import ranks
+from megatron_rlspec.files import tell
 from megatron_rlspec.models.config import DRAFTER, STATED
-from megatron_rlspec.models.hf_files import build_hf, publish, write_json
+from megatron_rlspec.models.hf_files import build_hf, publish
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded
@@ -20,28 +18,21 @@ from megatron_rlspec.run.model_card import card
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.train.step import Trainer
 
-REWARD = "reward.json"  # in hf-best/
 CARD = "README.md"
 
 
 class Results:
-    """Writes the models of a run: at its end, of single steps, and the best one so far. Every rank holds one.
-
-    best  the reward of the model in hf-best/, which `train.save_best` keeps; -inf: there is none
-    """
+    """Writes the models of a run: at its end, and of single steps. Every rank holds one."""
 
     def __init__(self, loaded: Loaded, trainer: Trainer, records: Records) -> None:
         """`records` know what the model card says."""
         self._run_dir = Path(trainer.config.train.run_dir)
-        self.best = _reward_of(self._run_dir / "hf-best" / REWARD)
         self._loaded = loaded
         self._trainer = trainer
         self._records = records
 
-    def write(self, name: str = "hf", reward: float | None = None) -> None:
+    def write(self, name: str = "hf") -> None:
         """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
-
-        reward  of this policy, to lie beside it; None: none
 
         Older directories of other names than hf/ are replaced.
         """
@@ -63,33 +54,12 @@ class Results:
         has_mtp = drafter == result and bool(self._loaded.hf_config.get("num_nextn_predict_layers"))
         text = card(model_path, about, result, drafter if drafter != result else None, has_mtp)
         (built[result] / CARD).write_text(text)
-        if reward is not None:
-            write_json(built[result] / REWARD, {"reward": reward})
         for target, directory in built.items():
             publish(directory, target, replace=name != "hf")
         what = f"{'policy and drafter' if has_mtp else 'the policy'} as a Hugging Face checkpoint"
         if drafter != result:
             what = f"the policy, and {drafter}, its EAGLE-3 drafter"
         tell(f"written: {result}, {what}", sys.stdout)
-
-    def keep_best(self, reward: float | None) -> bool:
-        """Write `run_dir/hf-best` if rank 0's `reward` is the highest so far. Returns whether it is. Collective.
-
-        reward  None on other ranks
-        """
-        if not ranks.job().tell(reward is not None and reward > self.best):
-            return False
-        self.write("hf-best", reward)
-        if reward is not None:
-            self.best = reward
-        return True
-
-
-def _reward_of(note: Path) -> float:
-    """Read the reward of the model in hf-best/; -inf: there is none. Raises FileError."""
-    if not note.exists():
-        return -math.inf
-    return float(read_json(note)["reward"])
 
 
 def build_result(

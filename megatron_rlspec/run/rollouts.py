@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.start import StartingEngines
 from megatron_rlspec.run.engines import Engines, RunDraftRule
 from megatron_rlspec.run.extension import Migration
 from megatron_rlspec.run.generation import Generation
-from megatron_rlspec.run.state_file import Drawn
+from megatron_rlspec.run.state_file import Drawn, State
 from megatron_rlspec.run.summaries import rollout_metrics
 from megatron_rlspec.speculation.acceptance import Prediction, accept_length, pooled
 from megatron_rlspec.speculation.learning import Learning
@@ -89,7 +89,7 @@ class Rollouts:
         self._thread = ThreadPoolExecutor(1, "rollout")
 
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:
-        """Continue from what a checkpoint has of `state` and `drawn`, and set the engines' rules."""
+        """Continue from what a checkpoint has of `state`, and set the engines' rules."""
         if self.migration is not None:
             self.migration.attach(self.engines.pool, self._record_moves)
         if drawn.ahead:
@@ -113,19 +113,14 @@ class Rollouts:
         self._thread.shutdown()
         self.generation.close()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, without what `drawn` returns."""
-        state = self.speculation.learning.state()
-        state["ahead"] = {} if self._ahead is None else self._ahead.result().counts
-        return state
+    def state(self, replay: Sequence[Group]) -> State:
+        """Return the state for a checkpoint, with the drafter's buffer `replay`.
 
-    def drawn(self, replay: Sequence[Group]) -> Drawn:
-        """Return the groups that a checkpoint keeps, with the drafter's buffer `replay`.
-
-        The rollout that was generated ahead is among them: a resumed run lacks its weights.
+        The rollout that was generated ahead is in it: a resumed run lacks the weights that generated it.
         """
-        ahead = self._ahead.result().groups if self._ahead is not None else []
-        return Drawn(ahead, replay, self.generation.begun)
+        ahead = Rollout([], math.nan) if self._ahead is None else self._ahead.result()
+        values = self.speculation.learning.state() | {"ahead": ahead.counts}
+        return State(values, Drawn(ahead.groups, replay, self.generation.begun))
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 

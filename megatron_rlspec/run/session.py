@@ -17,7 +17,6 @@ other ranks wait meanwhile (rank0.py). With embedded engines on several ranks th
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -25,10 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
-from megatron_rlspec.config import Config
+from megatron_rlspec.config import Command, Config
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
@@ -42,7 +40,6 @@ from megatron_rlspec.run.extension import Extensions
 from megatron_rlspec.run.loading import (
     build_rollouts,
     build_trainer,
-    command_of,
     load,
     start_rollouts,
 )
@@ -56,7 +53,7 @@ from megatron_rlspec.train import runtime
 from megatron_rlspec.train.checkpoint import SaveError
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.train.updates import train_rollout
-from megatron_rlspec.types import Group, PackedBatch, Sample, Scope, samples_of
+from megatron_rlspec.types import Group, PackedBatch, Scope, samples_of
 
 DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
 
@@ -90,40 +87,40 @@ class Session:
     def __init__(
         self,
         config: Config,
-        supervised: bool = False,
+        command: Command = "train",
         interruption: Interruption | None = None,
         extensions: Extensions | None = None,
     ) -> None:
-        """Open the run. `supervised`: it trains on the demonstrations of `sft.path` (`rlspec sft`)."""
+        """Open the run of a command."""
         self.config = config
-        self.supervised = supervised
+        self.supervised = command == "sft"  # it trains on demonstrations
         self.interruption = interruption or Interruption()
         self.clock = Clock()
         self.main = os.environ.get("RANK", "0") == "0"
         self.done = 0
-        self.generates = config.generates(command_of(config, supervised))
+        self.generates = config.generates(command)
         # metrics and rollouts of the newest step, for its record
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
         self._policy_changed = True  # since the last push
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
-            self._open(closing, extensions or Extensions())
+            self._open(closing, command, extensions or Extensions())
             self._closing = closing.pop_all()
         self.interruption.defer()
 
-    def _open(self, closing: ExitStack, extensions: Extensions) -> None:
+    def _open(self, closing: ExitStack, command: Command, extensions: Extensions) -> None:
         """Open the parts of the run. The order is a contract; `closing` ends them in the opposite one.
 
         What cannot work is refused before `_open_records`, which writes first.
         """
         config = self.config
-        self.loaded = load(config, supervised=self.supervised, generates=self.generates)
+        self.loaded = load(config, command)
         starting = self._start_rollouts(closing, extensions)
         # The trainer is built while engines on GPUs of their own start.
         self.trainer = build_trainer(config, self.loaded, self.supervised)
         self.saver = Saver(self.trainer, self.loaded.identity)
         state, drawn = self._load_newest()
-        self.drafting = Drafting.open(
+        self.drafting = Drafting(
             self.trainer, self.loaded, extensions.drafter, state, drawn.replay, self.supervised
         )
         engines = self._await_engines(closing, starting, extensions)
@@ -185,7 +182,7 @@ class Session:
     def _open_records(self, closing: ExitStack, state: Mapping[str, Any]) -> None:
         """Open records, results and the recorded trajectory."""
         self.records = Records(self.config, self.clock, self.done, self.main)
-        closing.callback(lambda: self.records.close(self.done))
+        closing.callback(self.records.close)
         self.results = Results(self.loaded, self.trainer, self.records)
         self.records.logprob_gap.restore(state.get("logprob_gaps", []))
         if self.loaded.data is not None:
@@ -256,24 +253,16 @@ class Session:
         packed = []
         for part in mini_batches(groups, updates):
             of_part = None if weights is None else weights[part]
-            packed.append(self._pack(samples[part], values[part], of_part))
+            batches = micro_batches(
+                self.trainer,
+                samples[part],
+                values[part],
+                version=self.done + 1,
+                drafter_weights=of_part,
+                supervised=self.supervised,
+            )
+            packed.append(batches)
         return packed
-
-    def _pack(
-        self,
-        samples: list[Sample],
-        values: list[float] | None = None,
-        drafter_weights: np.ndarray | None = None,
-    ) -> list[PackedBatch]:
-        """Return this rank's micro-batches; arguments as for `micro_batches`."""
-        return micro_batches(
-            self.trainer,
-            samples,
-            values,
-            version=self.done + 1,
-            drafter_weights=drafter_weights,
-            supervised=self.supervised,
-        )
 
     def train_step(self, mini_batches: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
         """Update policy and drafter on each mini-batch. Arguments and result as `updates.train_rollout`.
@@ -305,8 +294,11 @@ class Session:
         """Compare the policy with model.path on a few samples, evenly spaced. The same samples on every rank."""
         samples = samples_of(groups)
         distance = max(1, len(samples) // DRIFT_SAMPLES)
+        chosen = samples[::distance][:DRIFT_SAMPLES]
         assert self.trainer.reference is not None
-        return self.trainer.reference.drift(self._pack(samples[::distance][:DRIFT_SAMPLES]))
+        return self.trainer.reference.drift(
+            micro_batches(self.trainer, chosen, version=self.done + 1)
+        )
 
     # ---- weights and speculation -------------------------------------------------------------------------------------
 
@@ -350,15 +342,8 @@ class Session:
         return every > 0 and self.done % every == 0
 
     def evaluate(self, name: str) -> None:
-        """Evaluate on held-out prompts, if there are any. With `train.save_best` keep the best model so far."""
-        results = self.evaluation.evaluate(name, self.done).get("", {})
-        if not self.config.train.save_best or self.done == 0:
-            return
-        if self.results.keep_best(results.get("reward", -math.inf) if self.main else None):
-            self.records.event(
-                "best",
-                f"{name}: reward {self.results.best:.3f} is the highest so far; kept in hf-best",
-            )
+        """Evaluate on held-out prompts, if there are any."""
+        self.evaluation.evaluate(name, self.done)
 
     def good_enough(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank.
@@ -444,8 +429,8 @@ class Session:
             state["data"] = self.loaded.data.order.state()
         if self.rollouts is None:
             return State(state, Drawn(replay=drafter_rollouts))
-        state |= self.rollouts.state()
-        return State(state, self.rollouts.drawn(drafter_rollouts))
+        of_rollouts, drawn = self.rollouts.state(drafter_rollouts)
+        return State(state | of_rollouts, drawn)
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""

@@ -1,6 +1,6 @@
-"""`checkpoints/step-000012.state`: the small state of a run, and the groups of samples that its next steps train on.
+"""The file `checkpoints/step-000012.state`: all of a checkpoint but the tensors of policy, drafter and optimizers.
 
-The file is a SHA-256 and, in MessagePack, what the digest is of: the `State`.
+It begins with a SHA-256 of the rest. The rest is a `State` in MessagePack.
 """
 
 from __future__ import annotations
@@ -21,31 +21,25 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 class Drawn(NamedTuple):
-    """What the next steps train on: the rollout that was drawn ahead, the drafter's buffer, and begun groups."""
+    """Samples that the next steps train on.
+
+    ahead   scored groups of the next step, with `rollout.staleness`
+    replay  rollouts in the drafter's buffer, with `drafter.replay`
+    begun   groups that the next rollout continues, with `rollout.partial`
+    """
 
     ahead: Sequence[Group] = ()
     replay: Sequence[Group] = ()
     begun: Sequence[OpenGroup] = ()
 
-    def age(self, done: int, partial: bool) -> float:
-        """Return how many versions its oldest token will be behind the policy that trains on it.
-
-        done     steps of the run so far, so version `done` + 1 trains next
-        partial  whether begun groups go on; they end in the step after that of `ahead`
-        """
-        age = 0.0
-        for group in self.ahead:
-            for sample in group.samples:
-                for version, _, _ in sample.policy_versions:
-                    age = max(age, done + 1 - version)
-        if partial:
-            for begun in self.begun:
-                age = max(age, done + 1 + bool(self.ahead) - begun.oldest)
-        return age
-
 
 class State(NamedTuple):
-    """`values`: step, version, identity, data order, what drafter and speculation have learnt."""
+    """What a checkpoint holds beside the tensors.
+
+    values  the step, the package's version, digests of model and data, the order of the data, and what drafter and
+            speculation have learnt
+    drawn   samples that the next steps train on
+    """
 
     values: dict[str, Any]
     drawn: Drawn

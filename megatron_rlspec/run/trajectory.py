@@ -10,7 +10,7 @@ rollouts and without a backward pass of the policy (`rlspec replay`).
                            the file before. A tensor without any change is left out
     rollouts               `wire.encode` of the step's groups, as bytes; absent after the last step
 
-Every tensor has a checksum, and a file appears whole or not at all. Each file names its run and its step.
+Every tensor has a checksum, and a file appears whole or not at all. Each file names its run.
 """
 
 from __future__ import annotations
@@ -66,17 +66,14 @@ class TrajectoryWriter:
         for file in recorded:
             if file >= file_of(run_dir, done):
                 file.unlink()
-        before = [file_of(run_dir, step) for step in range(done)]
         self._bytes = 0
-        for step, file in enumerate(before):
+        for step in range(done):
+            file = file_of(run_dir, step)
             if not file.exists():
                 self.ended = f"nothing is recorded: step {step} was not, and a replay needs every step before"
                 return
             self._bytes += file.stat().st_size
-        try:
-            self._run = _run_of(before) or uuid.uuid4().hex
-        except CheckpointError as error:
-            self.ended = f"nothing is recorded: {error}"
+        self._run = _run_of(run_dir) if done else uuid.uuid4().hex
 
     def write(
         self, step: int, policy: Iterable[tuple[str, Tensor]], groups: Sequence[Group] = ()
@@ -102,7 +99,7 @@ class TrajectoryWriter:
             return self.ended
         path = file_of(self.run_dir, step)
         path.parent.mkdir(exist_ok=True)
-        tensor_file.save(stored, path, {_NOTE: f"{self._run} {step}"})
+        tensor_file.save(stored, path, {_NOTE: self._run})
         self._bytes += path.stat().st_size
         if step:
             return ""
@@ -110,8 +107,7 @@ class TrajectoryWriter:
 
 
 class Trajectory:
-    """Read a recorded run. Raises CheckpointError for a run without a trajectory, and for files that are missing,
-    damaged, exchanged or of another run. It reads every file's header before any tensor.
+    """Read a recorded run. Raises CheckpointError for a run without a trajectory, and for missing or damaged files.
 
     run    its name: a random number, which only this run has
     steps  how many steps can be replayed: those with the policy before and after them
@@ -121,20 +117,18 @@ class Trajectory:
         self.run_dir = run_dir
         self._policy: dict[str, Tensor] = {}
         self._at = -1
-        folder = run_dir / FOLDER
-        names = sorted(path.name for path in folder.glob("step-*.safetensors"))
-        if not names:
+        files = len(list((run_dir / FOLDER).glob("step-*.safetensors")))
+        if not files:
             raise CheckpointError(
                 f"{run_dir}: no {FOLDER}/; expected a run with --train.record_gib 20"
             )
-        files = [file_of(run_dir, step) for step in range(len(names))]
-        for path, name in zip(files, names, strict=True):
-            if path.name != name:
+        for step in range(files):
+            if not file_of(run_dir, step).exists():
                 raise CheckpointError(
-                    f"{path}: no such file, but {name} is there; a replay needs every step before"
+                    f"{file_of(run_dir, step)}: no such file; a replay needs every step"
                 )
-        self.run = _run_of(files)
-        self.steps = len(files) - 1
+        self.run = _run_of(run_dir)
+        self.steps = files - 1
 
     def groups(self, step: int) -> list[Group]:
         """Return the rollouts that `step` trained on."""
@@ -231,18 +225,10 @@ class TrajectoryRecording:
                 self._records.event("trajectory", line)
 
 
-def _run_of(files: Sequence[Path]) -> str:
-    """Return the run that wrote these files of the first steps; "" without files. Raises CheckpointError."""
-    run = ""
-    for step, path in enumerate(files):
-        with TensorFile(path) as file:
-            found = file.notes.get(_NOTE, "")
-        run = run or found.partition(" ")[0]
-        if found != f"{run} {step}":
-            raise CheckpointError(
-                f"{path}: it is not step {step} of the run that recorded step 0; it holds {found!r}"
-            )
-    return run
+def _run_of(run_dir: Path) -> str:
+    """Return the name of the run that recorded the first step here. Raises CheckpointError."""
+    with TensorFile(file_of(run_dir, 0)) as file:
+        return file.notes.get(_NOTE, "")
 
 
 def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:

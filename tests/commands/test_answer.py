@@ -10,7 +10,6 @@ import pytest
 import short_run
 import tiny_mimo
 import torch
-from safetensors.torch import load_file, save_file
 from train_ranks import on_ranks
 
 from megatron_rlspec import files
@@ -22,7 +21,6 @@ from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
-from megatron_rlspec.rollout.start import Kind
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig
@@ -36,8 +34,6 @@ def options(start: Path, path: Path, **more: str):
     }
     found |= {"model.path": str(start / "model"), "data.path": str(start / "task/rl.jsonl"), "answer.path": str(path)}
     found |= {"rollout.engine": "embedded", "answer.prompts": "12", "spec.mode": "off"}
-    if "rollout__urls" in more:
-        del found["rollout.max_total_tokens"]
     return load(None, found | {name.replace("__", "."): value for name, value in more.items()})
 
 
@@ -98,73 +94,31 @@ def test_a_changed_row_is_no_answer(tmp_path):
         Journal(path, held, prompts)
 
 
-# What an answer's text, or its row, follows from: the change, and the part of the identity that tells it.
-CHANGES = {
-    "sampling": ({"rollout__temperature": "0.5"}, "temperature"),
-    "labels": ({"data__label_key": "other"}, "prompts"),
-    "weights": (lambda folder: halve(folder / "model/model.safetensors"), "model"),
-    "verifier": ({"spec__verifier": "target_only"}, "verifier"),
-}
-
-
-def halve(path: Path) -> None:
-    tensors = load_file(path)
-    save_file({name: tensor / 2 for name, tensor in tensors.items()}, path, {"format": "pt"})
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_answers_of_another_kind_are_not_mixed(start, tmp_path, change):
+@pytest.mark.parametrize(
+    ("option", "value", "part"),
+    [("rollout__temperature", "0.5", "temperature"), ("data__label_key", "prompt", "prompts"), ("model", "", "model")],
+)
+def test_answers_of_another_kind_are_not_mixed(start, tmp_path, option, value, part):
     shutil.copytree(start / "model", tmp_path / "model")
-    rows = [json.loads(line) for line in (start / "task/rl.jsonl").read_text().splitlines()]
-    rows = [row | {"other": f"{row['label']} and more"} for row in rows]
-    (tmp_path / "task").mkdir()
-    (tmp_path / "task/rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "task").symlink_to(start / "task")
 
     def held(**changes: str) -> dict:
         config = options(tmp_path, tmp_path / "a.jsonl", **changes)
         tokenizer = data.load_tokenizer(config.model.path)
-        longest = config.model.max_length - config.rollout.max_new_tokens
-        prompts, _ = data.read_prompts(config.data.path, config.data, tokenizer, longest)
+        prompts, _ = data.read_prompts(config.data.path, config.data, tokenizer, config.longest_prompt)
         return answer.settings(config, prompts)
 
-    before = held()
-    Journal(tmp_path / "a.jsonl", before, [])
+    Journal(tmp_path / "a.jsonl", held(), [])
     (tmp_path / "a.jsonl").write_text("{}\n")
     os.utime(tmp_path / "model/config.json", (0, 0))
     Journal(tmp_path / "b.jsonl", held(), [])  # the same contents, of another date
     assert (tmp_path / "b.jsonl.settings.json").read_text() == (tmp_path / "a.jsonl.settings.json").read_text()
-    what, part = CHANGES[change]
-    what(tmp_path) if callable(what) else None
+    changes = {option: value}
+    if part == "model":
+        changes = {}
+        (tmp_path / "model/chat_template.jinja").write_text("x")
     with pytest.raises(ConfigError, match=f"another `{part}` .*expected another file"):
-        Journal(tmp_path / "a.jsonl", held(**({} if callable(what) else what)), [])
-
-
-def test_answers_of_a_server_with_other_weights_are_not_mixed(start, tmp_path, monkeypatch):
-    """Engines at rollout.urls hold what others gave them; here embedded ones answer in their place."""
-    hf_config, tensors = read_hf(start / "model")
-    scale = 1.0
-
-    class Served:
-        def __init__(self, config, *_):
-            weights = ((name, tensors[name] * scale) for name in tensors)
-            self.engine = EmbeddedEngine(hf_config, weights, max_total_tokens=8192, max_length=256)
-
-        def launch(self):
-            pass
-
-        def wait(self):
-            return {"http://127.0.0.1:30000": self.engine}
-
-        def close(self):
-            pass
-
-    monkeypatch.setitem(answer.KINDS, "sglang", Kind(Served))
-    config = options(start, tmp_path / "a.jsonl", rollout__engine="sglang", rollout__urls="http://127.0.0.1:30000")
-    rows = answered(config)
-    assert answered(config) == rows and len(rows) == 48
-    scale = 1.01
-    with pytest.raises(ConfigError, match="another `served`"):
-        answered(config)
+        Journal(tmp_path / "a.jsonl", held(**changes), [])
 
 
 def test_one_command_at_a_time_writes_a_file(start, tmp_path):
@@ -219,24 +173,23 @@ def test_a_warm_start_learns_from_them_and_stops_on_a_plateau(start, tmp_path):
     assert all(torch.equal(policy[1][name], tensor) == ("mtp" not in name) for name, tensor in policy[0].items())
 
 
-def replayed(hf_config, tensors, samples, drafts) -> tuple[dict[int, float], float | None]:
+def replayed(hf_config, tensors, samples) -> tuple[dict[int, float], float]:
     from megatron_rlspec.train.step import Trainer
 
-    options = {"model.dtype": "float32", "drafter.depth": "2", "spec.drafts": drafts, "rollout.temperature": "0.6"}
+    options = {"model.dtype": "float32", "drafter.depth": "2", "rollout.temperature": "0.6"}
     trainer = Trainer(load(None, options), hf_config)
     trainer.load_hf(tensors)
     found = trainer.accept_lengths(pack(samples, depth=5, tokens_per_micro_batch=512), DRAFTS)
     return found, trainer.sharpness
 
 
-@pytest.mark.parametrize("drafts", [pytest.param("argmax", marks=pytest.mark.slow), "coupled"])
-def test_the_trainer_measures_what_an_engine_accepts(drafts):
+def test_the_trainer_measures_what_an_engine_accepts():
     """The drafter's argmax is often the policy's token: the engine's accept lengths, and a forward over its texts."""
     hf_config = tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=40)
     tensors = tiny_mimo.agreeing(tiny_mimo.weights(hf_config, std=0.3), 40)
     worse = 1 + 0.5 * torch.randn(32, generator=torch.Generator().manual_seed(1))
     tensors["model.mtp_layers.0.final_layernorm.weight"] = tensors["model.mtp_layers.0.final_layernorm.weight"] * worse
-    engine = EmbeddedEngine(hf_config, tensors.items(), max_total_tokens=8192, max_length=256, drafts=drafts)
+    engine = EmbeddedEngine(hf_config, tensors.items(), max_total_tokens=8192, max_length=256, drafts="coupled")
     asked = [Request(f"r{i:02d}", Prompt(i, np.arange(3, 9 + i % 3)), seed=i) for i in range(24)]
 
     def accepted(k: int, sharpness: float) -> tuple[float, list]:
@@ -246,11 +199,11 @@ def test_the_trainer_measures_what_an_engine_accepts(drafts):
 
     expected = {s: accepted(5, s)[0] for s in SHARPNESS}
     _, samples = accepted(5, 1.0)
-    (found, sharpness) = on_ranks(1, replayed, hf_config, dict(tensors), samples, drafts)[0]
+    (found, sharpness) = on_ranks(1, replayed, hf_config, dict(tensors), samples)[0]
     print(f"accept lengths: trainer {found}, {sharpness}, engine {expected}")
-    lengths = {k: accepted(k, sharpness or 1.0)[0] for k in DRAFTS}
+    lengths = {k: accepted(k, sharpness)[0] for k in DRAFTS}
     print(lengths)
-    assert sharpness == (None if drafts == "argmax" else max(expected, key=lambda s: expected[s]))
+    assert sharpness == max(expected, key=lambda s: expected[s])
     assert 1.3 < lengths[1] < 1.95 and lengths[5] > lengths[1] + 0.2
     np.testing.assert_allclose([found[k] for k in DRAFTS], [lengths[k] for k in DRAFTS], rtol=0.03)
 

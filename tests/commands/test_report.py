@@ -57,9 +57,6 @@ def run_dir(tmp_path):
     pieces = [["a", False], ["<i>c", True], ["d", False]]
     sample = {"step": 1, "prompt": "<b>", "response": "a<i>cd", "label": "1", "reward": None, "accepted": [0, 2]}
     write(folder, samples=[sample | {"pieces": pieces, "reward_error": "odd"}])
-    move = {"source": "engine-0", "target": "engine-1", "ids": ["b"], "how": "kv"}
-    move |= {"ms": 12.4, "bytes": 2000, "refused": "no room"}
-    write(folder, moves=[{"step": 3, "moves": [move], "sizes": [{"from": 1, "to": 2, "samples": 5, "ms": 33.3}]}])
     (folder / "config.json").write_text(json.dumps({"train": {"steps": 12}}))
     return folder
 
@@ -77,8 +74,6 @@ def test_the_page_of_one_run(run_dir):
     assert "<b>0 → 0.5</b>" in page, "held-out reward"
     assert "<code>rollout/truncated</code> 0.25 (normal: below 0.1)" in page
     assert "<pre>a<mark>&lt;i&gt;c</mark>d</pre>" in page and 'title="odd">failed' in page
-    assert "<td>engine-0</td><td>engine-1</td><td>kv</td><td>2</td><td>12</td><td>no room</td>" in page
-    assert "<td>4</td><td>1</td><td>2</td><td>5</td>" in page
     assert "http:" not in page and "https:" not in page and page.count("url(") == page.count("url(#")
 
 

@@ -30,7 +30,7 @@ CHAIN = SpecConfig(3)
 
 def start(config, hf_config, run_dir, resumed=None):
     config = config.model_copy(update={"train": config.train.model_copy(update={"run_dir": str(run_dir)})})
-    loaded = SimpleNamespace(hf_config=hf_config, tokenizer=None, layout=GpuLayout(), held_out={})
+    loaded = SimpleNamespace(hf_config=hf_config, tokenizer=None, layout=GpuLayout(), held_out=None)
     loaded.prompts = SimpleNamespace(rows=PROMPTS)
     starting = start_rollouts(config, loaded, Extensions())
     rollouts = build_rollouts(config, loaded, starting, starting.engines.wait(), Recorder(run_dir))
@@ -150,7 +150,7 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
     learning = rollouts.speculation.learning
     before = learning.rule()
     assert before["forecast"]
-    state = json.loads(json.dumps(rollouts.state()))
+    state = json.loads(json.dumps(rollouts.state(()).values))
     after = start(run.config, run.hf_config, tmp_path / "again", state)
     again = after.speculation.learning
     assert again.rule() == before and again.state() == learning.state()

@@ -103,31 +103,6 @@ def test_tensorboard_holds_the_records(tmp_path):
     assert [(e.step, e.value) for e in board.Scalars("rollout/reward")] == [(0, 0.0), (1, 1.0), (2, 22.0), (3, 23.0)]
 
 
-@pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_trackers_hold_records_and_samples_and_go_on_after_a_resume(package, tmp_path, monkeypatch):
-    """It needs the package, which the tests' environment does not have."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    module = pytest.importorskip(package)
-    names = []
-    [other] = sinks.open_sinks(log(package), {}, tmp_path / "other" / tmp_path.name, 0)  # of the same name
-    other.close()
-    for first in (0, 2):
-        [sink] = sinks.open_sinks(log(package), {"train": {"steps": 4}}, tmp_path, first)
-        names.append((sink._run.id, sink._run.name) if package == "wandb" else sink._run.name)
-        sink.samples(first, [ROW])
-        sink.write(first, {"rollout/reward": 0.5 + first})
-        sink.close()
-    assert names[0] == names[1]
-    if package == "trackio":
-        from trackio.sqlite_storage import SQLiteStorage
-
-        [run] = [run for run in module.Api().runs("megatron_rlspec") if run.name == names[0]]
-        rows = SQLiteStorage.get_logs("megatron_rlspec", run.name, run_id=run.id)
-        assert [row["rollout/reward"] for row in rows if "rollout/reward" in row] == [0.5, 2.5]
-        assert sum("samples" in row for row in rows) == 2
-
-
 STAND_IN = """
 calls = []
 Error = type("Error", (Exception,), {})
@@ -141,22 +116,21 @@ def init(**settings):
 """
 
 
-@pytest.mark.parametrize(("package", "key"), [("wandb", "id"), ("trackio", "name")])
-def test_a_tracker_is_told_which_run_goes_on(package, key, tmp_path, monkeypatch):
-    """By a stand-in, as the tests' environment lacks the packages: what we tell them, and not what they make of it."""
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(package, None))
+def test_weights_and_biases_is_told_which_run_goes_on(tmp_path, monkeypatch):
+    """By a stand-in, as the tests' environment lacks the package: what we tell it, and not what it makes of that."""
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("wandb", None))
     exec(STAND_IN, vars(module))
-    monkeypatch.setitem(sys.modules, package, module)
+    monkeypatch.setitem(sys.modules, "wandb", module)
     starts = []
     for folder, first in ((tmp_path, 0), (tmp_path, 2), (tmp_path, 0), (tmp_path / tmp_path.name, 0)):
-        [sink] = sinks.open_sinks(log(package), {"train": {"steps": 4}}, folder, first)
+        [sink] = sinks.open_sinks(log("wandb"), {"train": {"steps": 4}}, folder, first)
         sink.write(first, {"rollout/reward": 0.5})
         sink.samples(first, [ROW])
         sink.close()
         settings, *calls = module.calls[-4:]
         assert calls == [(first, {"rollout/reward": 0.5}), (first, {"samples": [TEXTS]}), "finish"]
         assert settings["config"] == {"train": {"steps": 4}} and settings["resume"] == "allow"
-        starts.append(settings[key])
+        starts.append(settings["id"])
     assert starts[0] == starts[1] and len(set(starts)) == 3
 
 

@@ -63,9 +63,6 @@ class Engine:
                 on_sample(samples[-1])
         return samples
 
-    def fingerprints(self) -> dict[str, int]:
-        return {"w": 1 if self.name != "other" else 2}
-
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         pass
 
@@ -278,12 +275,6 @@ def test_an_engine_that_refuses_what_another_takes_is_left_out() -> None:
     finally:
         del Engine.set_spec_rule
     assert list(pool.engines) == ["b"] and "rule.margin" in pool.take_failures()["a"]
-
-
-def test_engines_must_hold_the_same_weights() -> None:
-    assert EnginePool(named([Engine("a"), Engine("b")])).fingerprints() == {"w": 1}
-    with pytest.raises(EngineError, match="other: it holds other weights than a"):
-        EnginePool(named([Engine("a"), Engine("other")])).fingerprints()
 
 
 def test_a_start_that_fails_is_repeated_after_a_longer_pause():

@@ -65,12 +65,11 @@ def test_split_experts_learn_what_whole_ones_do_and_resume(mixture, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mixture_goes_through_rl_with_split_experts_a_real_engine_and_a_resumed_run(mixture, tmp_path):
-    """Warm start, then GRPO with SGLang's engine: the reward rises, pushes are whole, a resumed run ends alike."""
+def test_a_mixture_goes_through_rl_with_split_experts_and_a_real_engine(mixture, tmp_path):
+    """Warm start, then GRPO with SGLang's engine: the reward rises, and pushes are whole."""
     sft(mixture, tmp_path / "warm", 40, 2, optimizer__lr="3e-3", drafter__lr="3e-3")
     options = {"model__path": tmp_path / "warm/hf", "parallel__expert": 2, "spec__mode": "fixed", "drafter__lr": "1e-2"}
     options |= {"reward__kind": "run_reward:share_of_ones", "train__steps": 16}
-    options["algorithm__tis_clip"] = 0  # the engine's log-probs depend on what is decoded together, and so on time
     finish(train(mixture, tmp_path / "whole", ranks=2, **options))
     records = read_records(tmp_path / "whole/metrics.jsonl")
     tensors = read_hf(tmp_path / "whole/hf")[1]
@@ -83,11 +82,3 @@ def test_a_mixture_goes_through_rl_with_split_experts_a_real_engine_and_a_resume
     assert max(record["spec/verified_tokens"] for record in records) > 1
     events = read_records(tmp_path / "whole/events.jsonl")
     assert not [event for event in events if event["kind"] == "health"]
-
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    for lost in ("hf", "checkpoints/step-000016"):
-        shutil.rmtree(tmp_path / "again" / lost)
-    (tmp_path / "again/checkpoints/step-000016.state").unlink()
-    finish(train(mixture, tmp_path / "again", ranks=2, train__resume="true", **options))
-    for file in (tmp_path / "whole/hf").glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "again/hf" / file.name).read_bytes(), file.name

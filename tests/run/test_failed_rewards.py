@@ -26,23 +26,15 @@ def test_failed_rewards_are_counted_and_reported_once_per_step(start, tmp_path):
     assert all("ValueError: length" in message for message in told)
 
 
-@pytest.mark.parametrize(("most", "staleness"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 1)])
-def test_steps_of_failures_alone_stop_the_run_and_can_be_drawn_again(start, tmp_path, most, staleness):
-    whole = tmp_path / "whole"
-    failed = tmp_path / "failed"
-    options = OPTIONS | {"rollout__staleness": staleness}
-    output = run(start, failed, code=1, reward__kind="run_reward:fails_later", train__max_bad_steps=most, **options)
+def test_steps_of_failures_alone_stop_the_run(start, tmp_path):
+    options = OPTIONS | {"reward__kind": "run_reward:fails_later", "rollout__staleness": 1}
+    output = run(start, tmp_path, code=1, train__max_bad_steps=2, **options)
     assert "Traceback" not in output, output[-3000:]
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
-    told = f"all 16 rewards failed, for {most} steps in a row (train.max_bad_steps={most}); the first: "
-    assert f"{told}t00000{most - 1}-p0000000" in line
+    told = "all 16 rewards failed, for 2 steps in a row (train.max_bad_steps=2); the first: "
+    assert f"{told}t000001-p0000000" in line
     assert "RuntimeError: broken" in line
-    assert len([m for m in events(failed) if m.startswith("step ")]) == most - 1
-    if most == 1:  # nothing was trained: the resumed run draws the same prompts
-        run(start, whole, **options)
-        run(start, failed, train__resume="true", **options)
-        rewards = [[r["rollout/reward"] for r in read_records(d / "metrics.jsonl")] for d in (whole, failed)]
-        assert rewards[0] == rewards[1] and len(rewards[0]) == 3
+    assert len([m for m in events(tmp_path) if m.startswith("step ")]) == 1
 
 
 def test_a_reward_that_never_succeeds_stops_the_run_at_once(start, tmp_path):

@@ -36,14 +36,10 @@ def ended(plain, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_starts_plain_and_drafts_when_that_pays(ended):
+def test_a_run_drafts_when_that_pays_and_its_policy_is_that_of_a_run_without_a_drafter(plain, ended, tmp_path):
     records = read_records(ended / "metrics.jsonl")
     plain_steps = [record.get("spec/share_off", 0.0) > 0.5 for record in records]
     assert plain_steps[0] and not plain_steps[-1]
-
-
-@pytest.mark.slow
-def test_the_policy_is_that_of_a_run_without_a_drafter(plain, ended, tmp_path):
     run(plain, tmp_path, **OPTIONS, drafter__train="false", spec__mode="off")
     ours, theirs = (read_hf(folder / "hf")[1] for folder in (ended, tmp_path))
     assert set(theirs) <= set(ours) and all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -18,13 +18,6 @@ STEPS = 60
 WATCHED = ("rollout/reward", "rollout/response_tokens", "policy/loss", "policy/grad_norm", "drafter/objective")
 
 
-@pytest.fixture(scope="module")
-def whole(start, tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole")
-    run(start, run_dir, **OPTIONS, train__steps=STEPS)
-    return run_dir
-
-
 def records(run_dir: Path) -> list[list[float]]:
     return [[record[name] for name in WATCHED] for record in read_records(run_dir / "metrics.jsonl")]
 
@@ -64,35 +57,8 @@ def ranks(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [found[rank] for rank in sorted(found)]
 
 
-def resumes_as_if_uninterrupted(start: Path, run_dir: Path, whole: Path, **options: object) -> None:
-    done = Checkpoints(run_dir).whole()[-1].name
-    assert len(records(run_dir)) == int(done.removeprefix("step-"))
-    run(start, run_dir, **OPTIONS, train__steps=STEPS, train__resume="true", **options)
-    assert records(run_dir) == records(whole)
-    for name in ("model.safetensors", "config.json"):
-        assert (run_dir / "hf" / name).read_bytes() == (whole / "hf" / name).read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("number", "wait"),
-    [
-        pytest.param(number, wait, marks=pytest.mark.slow)
-        for number, wait in ((signal.SIGINT, 0.0), (signal.SIGTERM, 0.07), (signal.SIGINT, 0.13))
-    ],
-)
-def test_a_signal_to_one_process(start, whole, tmp_path, number, wait):
-    process = train(start, tmp_path, **OPTIONS, train__steps=STEPS)
-    processes = reach(process, tmp_path, 3)
-    time.sleep(wait)
-    process.send_signal(number)
-    line = told(process, 128 + number, processes)
-    assert line.startswith(f"rlspec: interrupted by {signal.Signals(number).name}; the last good parameters are in ")
-    assert Path(line.split()[-1]).is_dir()
-    resumes_as_if_uninterrupted(start, tmp_path, whole)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("delay", "number"), [(d / 2, (signal.SIGINT, signal.SIGTERM)[d % 2]) for d in range(9)])
+@pytest.mark.parametrize(("delay", "number"), [(0, signal.SIGINT), (1, signal.SIGTERM), (3, signal.SIGINT)])
 def test_a_signal_before_the_first_step(start, tmp_path, number, delay):
     process = train(start, tmp_path / "run", **OPTIONS, train__steps=STEPS)
     deadline = time.monotonic() + 840
@@ -112,29 +78,43 @@ def test_a_signal_before_the_first_step(start, tmp_path, number, delay):
     assert line.startswith(f"rlspec: interrupted by {signal.Signals(number).name}")
 
 
-@pytest.fixture(scope="module")
-def whole_on_two(start, tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("whole-on-two")
-    run(start, run_dir, ranks=2, **OPTIONS, train__steps=STEPS)
-    return run_dir
+@pytest.mark.slow
+def test_signals_in_the_middle_of_a_run_end_it_with_a_checkpoint_that_continues_as_if_uninterrupted(start, tmp_path):
+    """One run is interrupted again and again: first all its processes, then one rank, and the launcher."""
+    options = OPTIONS | {"train__steps": STEPS, "train__resume": "true"}
+    run_dir = tmp_path / "run"
+
+    def interrupted(number: int, code: int | None, victims) -> None:
+        """Send the signal to the processes that `victims` chooses, after three more steps."""
+        before = len(records(run_dir))
+        process = train(start, run_dir, ranks=2, **options)
+        processes = reach(process, run_dir, before + 3)
+        for one in victims(process, processes):
+            one.send_signal(number)
+        line = told(process, code, processes)
+        assert f"interrupted by {signal.Signals(number).name}" in line and Path(line.split()[-1]).is_dir()
+        assert len(records(run_dir)) == int(Checkpoints(run_dir).whole()[-1].name.removeprefix("step-"))
+
+    interrupted(signal.SIGINT, 130, lambda process, found: [process, *ranks(found)])
+    # the launcher reads 1 or 143, as the ranks end
+    interrupted(signal.SIGTERM, None, lambda _, found: [ranks(found)[1]])
+    interrupted(signal.SIGTERM, 143, lambda process, _: [process])
+    run(start, run_dir, ranks=2, **options)
+    run(start, tmp_path / "whole", ranks=2, **options)
+    assert records(run_dir) == records(tmp_path / "whole")
+    for name in ("model.safetensors", "config.json"):
+        assert (run_dir / "hf" / name).read_bytes() == (tmp_path / "whole/hf" / name).read_bytes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["torchrun", "rank 1", "group"])
-def test_a_signal_under_torchrun(start, whole_on_two, tmp_path, target):
-    process = train(start, tmp_path, ranks=2, **OPTIONS, train__steps=STEPS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_process(start, tmp_path, number):
+    process = train(start, tmp_path, **OPTIONS, train__steps=STEPS)
     processes = reach(process, tmp_path, 3)
-    if target == "torchrun":
-        process.send_signal(signal.SIGTERM)
-    elif target == "group":
-        for one in [process, *ranks(processes)]:
-            one.send_signal(signal.SIGINT)
-    else:
-        ranks(processes)[int(target[-1])].send_signal(signal.SIGTERM)
-    code = {"torchrun": 143, "group": 130}.get(target)  # else the launcher reads 1 or 143, as the ranks end
-    line = told(process, code, processes)
-    assert "interrupted by SIG" in line and Path(line.split()[-1]).is_dir()
-    resumes_as_if_uninterrupted(start, tmp_path, whole_on_two, ranks=2)
+    process.send_signal(number)
+    line = told(process, 128 + number, processes)
+    assert line.startswith(f"rlspec: interrupted by {signal.Signals(number).name}; the last good parameters are in ")
+    assert Path(line.split()[-1]).is_dir()
 
 
 @pytest.mark.slow

@@ -19,14 +19,14 @@ OPTIONS = {
     "train__tokens_per_micro_batch": 256,
     "algorithm__kl_coef": 0.1,
 }
-TWO = [{"tensor": 2}, {"pipeline": 2}, {"context": 2}, {}]
-FOUR = [
-    {"tensor": 2, "pipeline": 2},
-    {"context": 2},
-    {"tensor": 2, "context": 2},
-    {"pipeline": 2, "context": 2},
-    {"tensor": 2, "sequence": "true", "recompute": "true"},
-]
+# ranks, options of [parallel], optimizer.distributed
+CELLS = {
+    "data": (2, {}, "true"),
+    "context": (2, {"context": 2}, "false"),
+    "tensor-pipeline": (4, {"tensor": 2, "pipeline": 2}, "false"),
+    "pipeline-context": (4, {"pipeline": 2, "context": 2}, "false"),
+    "tensor-sequence": (4, {"tensor": 2, "sequence": "true", "recompute": "true"}, "true"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,17 +36,10 @@ def alone(start, tmp_path_factory) -> Path:
     return run_dir
 
 
-def cells():
-    for ranks, layouts in ((2, TWO), (4, FOUR)):
-        for i, layout in enumerate(layouts):
-            distributed = "true" if i % 2 and "context" not in layout else "false"
-            name = "-".join(f"{key}{value}" for key, value in layout.items()) or "data"
-            yield pytest.param(ranks, layout, distributed, id=f"{ranks}-{name}")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "layout", "distributed"), list(cells()))
-def test_a_layout_learns_what_one_rank_does(start, alone, tmp_path, ranks, layout, distributed):
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_layout_learns_what_one_rank_does(start, alone, tmp_path, cell):
+    ranks, layout, distributed = CELLS[cell]
     given = {f"parallel__{key}": value for key, value in layout.items()} | {"optimizer__distributed": distributed}
     finish(train(start, tmp_path, ranks=ranks, **OPTIONS, **given))
     ours, theirs = (read_records(folder / "metrics.jsonl") for folder in (tmp_path, alone))

@@ -55,26 +55,6 @@ def test_a_run_leaves_the_files_that_the_readme_lists(whole, start):
     assert any(".mtp_layers." in name for name in changed) and any(".mtp_layers." not in name for name in changed)
 
 
-@pytest.mark.slow  # the same of engines alone: test_both_engines_run_and_count_the_same_rounds
-def test_the_embedded_engine_draws_sglangs_text(whole, start, tmp_path):
-    """With the same seeds and verifier, the first rollout has the same text as SGLang's, and so the same reward."""
-    embedded = {"train__steps": 1, "rollout__engine": "embedded", "spec__mode": "fixed", "algorithm__tis_clip": 0}
-    run(start, tmp_path / "few", **embedded, drafter__vocabulary=16)
-    run(start, tmp_path / "all", **embedded, spec__num_steps=2)
-    few, every, theirs = (
-        read_records(folder / "metrics.jsonl")[0] for folder in (tmp_path / "few", tmp_path / "all", whole)
-    )
-    for name in ("rollout/reward", "rollout/response_tokens", "rollout/longest_response"):
-        assert few[name] == every[name] == theirs[name]
-    # Drafts from 16 words train another drafter, and the same policy bit for bit.
-    assert 0.3 < few["drafter/covered_1"] <= 1 and "drafter/covered_1" not in every
-    of_few, of_all = (read_hf(tmp_path / name / "hf")[1] for name in ("few", "all"))
-    differ = {name for name in of_few if not of_few[name].equal(of_all[name])}
-    assert differ and all(".mtp_layers." in name for name in differ)
-    # The canary after the push has not left its own number of drafts behind.
-    assert few["spec/share_k3"] == every["spec/share_k2"] == 1
-
-
 @pytest.mark.slow
 def test_a_warm_start_on_two_ranks_is_evaluated_and_stops_early(start, tmp_path):
     """Two evaluations together gain too little: the run stops there, on both ranks. Engines answer in each."""
@@ -94,6 +74,7 @@ def test_a_run_whose_engines_draw_from_other_weights_ends_with_that_reason(start
     output = run(start, tmp_path, code=1, **options)
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
     assert "step 2: log-probs of engines and trainer differ by" in line and "2 steps in a row were skipped" in line
+    assert line.endswith(f"{tmp_path}/checkpoints/step-000002") and not (tmp_path / "hf").exists()
 
 
 @pytest.mark.slow
@@ -133,11 +114,11 @@ SEVERAL |= {"train__eval_prompts": 1, "train__tokens_per_micro_batch": 256, "opt
 @pytest.mark.parametrize(
     "options",
     [
-        {"train__updates_per_rollout": 4, "rollout__staleness": 1, "drafter__share": 0.5},
-        {"drafter__replay": "uniform", "drafter__reward_weight": "reward", "rollout__staleness": 1},
+        {"drafter__replay": "uniform", "drafter__reward_weight": "reward", "rollout__staleness": 1}
+        | {"train__updates_per_rollout": 4},
         {"drafter__overlap": "true", "drafter__update_every": 2, "algorithm__old_logprobs": "engine"},
     ],
-    ids=["ahead", "buffer", "overlap"],
+    ids=["buffer", "overlap"],
 )
 def test_several_updates_of_a_rollout_leave_the_policy_as_without_a_drafter(start, tmp_path, options):
     """On two ranks, in several micro-batches; the ratio is clipped only if an earlier update moved the policy."""

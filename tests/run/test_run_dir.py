@@ -4,11 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, load
 from megatron_rlspec.config.run_dir import claimed
 from megatron_rlspec.records.clock import Clock
@@ -61,32 +59,7 @@ def test_nothing_is_left_of_a_run_that_wrote_nothing(tmp_path, monkeypatch):
 def test_a_resume_without_a_checkpoint_says_which_records_it_drops(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     config = load(None, {"train.run_dir": str(tmp_path), "train.resume": "true"})
-    Records(config, Clock(), 0, main=True).close(0)
+    Records(config, Clock(), 0, main=True).close()
     assert "the run begins anew, and the records of 2 steps are dropped" in capsys.readouterr().err
-    Records(config, Clock(), 0, main=True).close(0)
+    Records(config, Clock(), 0, main=True).close()
     assert len(read_records(tmp_path / "events.jsonl")) == 1
-
-
-def test_a_file_that_its_owner_removes_is_not_locked(tmp_path, monkeypatch):
-    path = tmp_path / "lock"
-    flock = files.fcntl.flock
-
-    def removed_meanwhile(handle: int, how: int) -> None:
-        monkeypatch.setattr(files.fcntl, "flock", flock)
-        path.unlink()
-        flock(handle, how)
-
-    monkeypatch.setattr(files.fcntl, "flock", removed_meanwhile)
-    with files.locked(path), pytest.raises(files.FileError, match="another process uses it"), files.locked(path):
-        pass
-    assert path.exists()
-
-
-def test_a_file_system_without_locks_gets_one_line(tmp_path, monkeypatch, capsys):
-    def without(*_: object) -> None:
-        raise OSError(files.errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(files.fcntl, "flock", without)
-    with files.locked(Path(tmp_path, "lock")):
-        pass
-    assert "has no locks (No locks available)" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Recorded trajectories, and drafters that `rlspec replay` trains along them."""
 
-import os
-import re
 import shutil
 from pathlib import Path
 
@@ -20,9 +18,7 @@ STEPS = 3
 
 
 CASES = [
-    pytest.param({"drafter__loss": "ce", "model__dtype": "float32"}, id="joined", marks=pytest.mark.slow),
     pytest.param({"model__dtype": "bfloat16", "drafter__replay": "uniform"}, id="buffer"),
-    pytest.param({"drafter__loss": "ce", "model__dtype": "float32"}, id="joined-ce", marks=pytest.mark.slow),
     pytest.param({"drafter__overlap": "true", "drafter__update_every": 2}, id="overlap", marks=pytest.mark.slow),
 ]
 
@@ -79,7 +75,7 @@ def test_a_variant_differs_and_a_resumed_replay_does_not(recorded, tmp_path):
 
 def test_engines_draw_from_one_recorded_policy(recorded, tmp_path):
     """At step 0 they draw what the run drew; later the policy is still that of step 0."""
-    replay(recorded, tmp_path / "control", replay__policy_step=0, replay__fresh_drafter="true")
+    replay(recorded, tmp_path / "control", replay__policy_step=0)
     first, *later = read_records(tmp_path / "control/metrics.jsonl")
     began = read_records(recorded / "metrics.jsonl")[0]
     assert first["rollout/reward"] == began["rollout/reward"] and len(later) == STEPS - 1
@@ -88,17 +84,10 @@ def test_engines_draw_from_one_recorded_policy(recorded, tmp_path):
     assert all(torch.equal(kept[name], tensor) for name, tensor in policy.items())
 
 
-@pytest.mark.parametrize(
-    "options, told",
-    [
-        ({"train__steps": 9}, f"train.steps=9, but .* has {STEPS} recorded steps"),
-        ({"drafter__train": "false"}, "expected drafter.train=true"),
-    ],
-)
-def test_what_a_replay_cannot_do_is_refused_in_one_line(recorded, tmp_path, options, told):
-    output = replay(recorded, tmp_path / "out", code=2, **options)
+def test_more_steps_than_were_recorded_are_refused_in_one_line(recorded, tmp_path):
+    output = replay(recorded, tmp_path / "out", code=2, train__steps=9)
     (line,) = [line for line in output.splitlines() if line.startswith("rlspec:")]
-    assert re.search(told, line)
+    assert f"has {STEPS} recorded steps" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -170,45 +159,6 @@ def test_a_resumed_run_records_later_steps_anew(tmp_path):
     assert all(torch.equal(tensor, written[3][name]) for name, tensor in read.policy(2).items())
 
 
-def record(folder: Path, run: int = 0) -> Path:
-    """Record three steps, and the policy after them. Runs of two numbers begin with one policy."""
-    folder.mkdir(exist_ok=True)
-    writer = TrajectoryWriter(folder, 1 << 20, 0)
-    for step, policy in enumerate(policies(4, 5 + run)):
-        writer.write(step, policy.items(), groups(step + 10 * run) if step < 3 else ())
-    return folder
-
-
-def exchange(one: Path, other: Path) -> None:
-    one.rename(one.with_suffix(".old"))
-    other.rename(one)
-    one.with_suffix(".old").rename(other)
-
-
-FAULTS = {
-    "a file of another run": (
-        lambda a, b: shutil.copy(file_of(b, 1), file_of(a, 1)),
-        "step-000001.*not step 1 of the run that recorded step 0",
-    ),
-    "two files exchanged": (
-        lambda a, b: exchange(file_of(a, 1), file_of(a, 2)),
-        "step-000001.*not step 1 of the run.* 2'",
-    ),
-    "no middle file": (lambda a, b: file_of(a, 1).unlink(), "step-000001.*no such file, but step-000002"),
-    "a truncated file": (lambda a, b: os.truncate(file_of(a, 2), 400), "step-000002.*truncated or not safetensors"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_are_not_one_run_are_found_before_any_is_read(tmp_path, fault):
-    mine, other = record(tmp_path / "a"), record(tmp_path / "b", 1)
-    assert Trajectory(mine).steps == 3
-    change, told = FAULTS[fault]
-    change(mine, other)
-    with pytest.raises(CheckpointError, match=told):
-        Trajectory(mine)
-
-
 def test_a_damaged_file_is_refused(tmp_path):
     writer = TrajectoryWriter(tmp_path, 1 << 20, 0)
     writer.write(0, policies(1, 0)[0].items(), groups(0))
@@ -219,5 +169,9 @@ def test_a_damaged_file_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="the file is damaged"):
         read = Trajectory(tmp_path)
         read.policy(0), read.groups(0)
+    path.unlink()
     with pytest.raises(CheckpointError, match="expected a run with --train.record_gib 20"):
-        Trajectory(tmp_path / "elsewhere")
+        Trajectory(tmp_path)
+    file_of(tmp_path, 1).touch()
+    with pytest.raises(CheckpointError, match="step-000000.*no such file; a replay needs every step"):
+        Trajectory(tmp_path)

@@ -22,7 +22,6 @@ from megatron_rlspec.speculation.acceptance import accept_length
 
 HERE = Path(__file__).parent
 SAMPLES_SHOWN = 40
-MOVES_SHOWN = 40
 TILES = {
     "rollout/reward": "reward",
     "rollout/accept_length": "accept length",
@@ -89,12 +88,6 @@ def render(run: Run) -> str:
     drawings = figures.of_run(run)
     held_out = [mark.value for mark in figures.evaluations(run.events, "reward")]
     tiles = [_tile(run, key, label) for key, label in TILES.items()]
-    moves = []
-    sizes = []
-    for rollout in run.rollouts:
-        step = rollout["step"] + 1
-        moves += [(step, move) for move in rollout["moves"]]
-        sizes += [(step, size) for size in rollout.get("sizes", [])]
     return template.render(
         run=run,
         facts=_facts(run),
@@ -107,8 +100,6 @@ def render(run: Run) -> str:
         drawings=drawings,
         glossary=_glossary(drawings),
         made=time.strftime("%Y-%m-%d %H:%M"),
-        moves=moves[-MOVES_SHOWN:],
-        sizes=sizes[-MOVES_SHOWN:],
         unusual=_unusual(run),
         samples=_samples(run.samples),
         options=run.changed_options(),
@@ -128,18 +119,11 @@ def _facts(run: Run) -> dict[str, str]:
         versions = [f"{name} {version}" for name, version in newest["versions"].items()]
         facts["versions"] = ", ".join(versions)
         facts["ranks"] = str(newest["ranks"])
-        resumed = [str(start["step"] + 1) for start in run.starts[1:]]
-        if resumed:
-            facts["resumed"] = "at step " + ", ".join(resumed)
     if len(times) > 1:
         begin, end = (time.ctime(moment) for moment in (times[0], times[-1]))
         facts["date"] = f"{begin} to {end} ({duration(times[-1] - times[0])})"
     options = options_of(run.config)
     facts["steps"] = str(len(run.steps))
-    # A warm start has train.steps among its options, too, and does not read it.
-    is_training = any(key.startswith("rollout/") for key in run.steps[-1])
-    if is_training and "train.steps" in options:
-        facts["steps"] += f" of {options['train.steps']}"
     if "model.path" in options:
         facts["model"] = options["model.path"]
     return facts

@@ -91,15 +91,12 @@ CHARTS = (
         "nats/token",
         {"policy/train_rollout_logprob_abs_diff": "|log-prob difference|"},
     ),
-    Chart("Age of the trained tokens", "steps", {"policy/staleness": "age of the weights"}),
     Chart("Gradient norms", "", {"policy/grad_norm": "policy", "drafter/grad_norm": "drafter"}),
     Chart(
         "Groups without an advantage",
         "share",
         {"rollout/groups_without_advantage": "the policy learns nothing from them"},
     ),
-    Chart("Failed rewards", "samples", {"rollout/failed_rewards": "failed"}),
-    Chart("Restarted engines", "", {"engine/restarts": "restarts"}),
     Chart(
         "Response length",
         "tokens",
@@ -111,9 +108,6 @@ CHARTS = (
     ),
     Chart("Truncated responses", "share", {"rollout/truncated": "truncated"}),
     Chart("Rollout speed", "tokens/s", {"rollout/tokens_per_second": "tokens/s"}),
-    Chart("Time of a decode round", "ms", {"spec/ms_per_round": "mean"}),
-    Chart("Samples that go on in the next step", "", {"rollout/over_drawn": "samples"}),
-    Chart("Tokens of continued samples", "", {"rollout/continued_tokens": "tokens"}),
 )
 
 
@@ -162,7 +156,7 @@ def evaluations(events: Records, field: str) -> list[Mark]:
 
     A resumed run can repeat an evaluation. The newest one counts.
     """
-    marks: dict[tuple[str, float], Mark] = {}
+    marks: dict[float, Mark] = {}
     for event in events:
         if event["kind"] != "evaluation" or field not in event:
             continue
@@ -171,7 +165,7 @@ def evaluations(events: Records, field: str) -> list[Mark]:
         if field == "reward":
             error = 1.96 * event["reward_std"] / math.sqrt(event["samples"])
         mark = Mark(event["step"], value, value - error, value + error)
-        marks[event.get("set", ""), mark.x] = mark
+        marks[mark.x] = mark
     return list(marks.values())
 
 

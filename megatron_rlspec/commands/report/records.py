@@ -18,15 +18,13 @@ Record = dict[str, Any]
 class Run:
     """The records of a run; docs/runs.md lists the fields.
 
-    rollouts  lines of moves.jsonl
-    starts    lines of process.jsonl that say how the run was started
+    starts    lines of process.jsonl, which say how the run was started
     """
 
     name: str
     steps: list[Record]
     events: list[Record]
     samples: list[Record]
-    rollouts: list[Record]
     starts: list[Record]
     config: Record
 
@@ -57,14 +55,12 @@ def options_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 def read_run(directory: Path) -> Run:
     """Read a run directory. Raises FileError for files that cannot be read."""
-    processes = read_records(directory / "process.jsonl")
     config = directory / "config.json"
     return Run(
         name="/".join(directory.resolve().parts[-2:]),
         steps=read_records(directory / "metrics.jsonl"),
         events=read_records(directory / "events.jsonl"),
         samples=read_records(directory / "samples.jsonl"),
-        rollouts=read_records(directory / "moves.jsonl"),
-        starts=[process for process in processes if process["kind"] == "start"],
+        starts=read_records(directory / "process.jsonl"),
         config=files.read_json(config) if config.exists() else {},
     )

@@ -109,7 +109,7 @@ class Decider:
         if self._num_steps is None:
             self.replace({"roofline": Roofline.of_model(model).to_json()})
         else:
-            self.set_config(SpecConfig(self._num_steps))
+            self.set_config(SpecConfig.of(self._num_steps))
 
     def limit(self, captured: Mapping[int, Sequence[int] | None], start: int) -> None:
         """Keep the rule from running step counts at batches for which only others are captured.
