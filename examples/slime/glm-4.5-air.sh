@@ -4,7 +4,8 @@
 # Each verified token activates experts of its own, so few steps are allowed.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/glm4.5-106B-A12B.sh"
-launch --drafter.depth 1 --drafter.lr 1e-4 --candidate-steps 0,1,2 --num-steps 1 -- \
+launch --drafter.depth 1 --drafter.lr 1e-4 --candidate-steps 0,1,2 -- \
+  --sglang-speculative-num-steps 1 \
   --actor-num-nodes 8 --actor-num-gpus-per-node 8 --colocate \
   --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512 --rollout-max-response-len 8192 \
   --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 --context-parallel-size 2 \

@@ -8,7 +8,7 @@
 # The parsers accept all flags below. The drafter of this family has not been trained here.
 source "$(dirname "$0")/recipe.sh"
 source "$SLIME/scripts/models/qwen3.5-4B.sh"
-launch --drafter.depth 1 --drafter.lr 1e-4 --candidate-steps 2 --num-steps 2 -- \
+launch --drafter.depth 1 --drafter.lr 1e-4 --candidate-steps 2 -- \
   --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate \
   --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 --rollout-max-response-len 8192 \
   --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 \

@@ -53,7 +53,10 @@ from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 logger = logging.getLogger(__name__)
 RULE = "rule.json"  # within a checkpoint: what rollouts taught
 # options of [drafter] that act in `rlspec train` only
-OF_RLSPEC_TRAIN = ("vocabulary", "share", "replay", "overlap", "fresh", "reward_weight")
+OF_RLSPEC_TRAIN = (
+    *("vocabulary", "share", "replay", "overlap", "fresh"),
+    *("reward_weight", "update_every"),
+)
 
 
 class CoTrainer:
@@ -154,9 +157,8 @@ class CoTrainer:
             for d, count in enumerate(sequences.trained(depth)):
                 counts[d] += count
         drafting.begin_step(counts)
-        if drafting.due:
-            for sequences in micro_batches:
-                drafting.add(sequences)
+        for sequences in micro_batches:
+            drafting.add(sequences)
 
     def end_step(self) -> dict[str, float]:
         """Update the drafter after the step's last backward. Collective.

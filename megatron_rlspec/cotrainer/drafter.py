@@ -31,7 +31,6 @@ from megatron_rlspec.config import ConfigError, DrafterConfig, OptimizerConfig
 from megatron_rlspec.conversion.drafter_files import words
 from megatron_rlspec.cotrainer.fields import DrafterFields, Sequences, drafter_fields
 from megatron_rlspec.models.config import DRAFTER
-from megatron_rlspec.packing.context_parallel import Layout
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train import shards
 from megatron_rlspec.train.attention import packed_sequences
@@ -43,7 +42,6 @@ from megatron_rlspec.train.drafter_step import (
     training_temperature,
     walked,
 )
-from megatron_rlspec.train.drafter_updates import EverySteps
 from megatron_rlspec.train.model import (
     Taps,
     eagle3_identity,
@@ -62,7 +60,6 @@ class DrafterTraining:
 
     settings      section [drafter]
     ready         after `thaw`
-    due           whether the present step trains the drafter
     denominators  weights that the step trains at each depth, over all ranks: `[depth]`
     fields        what the drafter learns from in the next forward passes, in their order
     predicted     acceptance by the last step, over the samples of all ranks
@@ -89,11 +86,9 @@ class DrafterTraining:
         self.ready = False
         self.embedding: Tensor | None = None
         self.learner: Learner | None = None
-        self.due = True
         self.denominators: list[float] = []
         self.fields: deque[DrafterFields] = deque()
         self.predicted: Prediction | None = None
-        self._schedule = EverySteps(settings.update_every)
         self._sums: list[Sums] = []  # of the step's micro-batches
         self._clip_grad = clip_grad
         self._temperature = training_temperature(temperature)
@@ -137,7 +132,6 @@ class DrafterTraining:
 
         Denominators are known before the first backward, so the split into micro-batches changes rounding only.
         """
-        self.due = self._schedule.due
         device = next(self.model.parameters()).device
         total = torch.tensor(counts, dtype=torch.float64, device=device)
         dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=False))
@@ -147,7 +141,7 @@ class DrafterTraining:
         self.predicted = None
         self.drafter_step.begin()
 
-    def add(self, sequences: Sequences, layout: Layout = "zigzag") -> None:
+    def add(self, sequences: Sequences) -> None:
         """Take the sequences of a forward pass, after those of all passes before it in the step."""
         fields = drafter_fields(
             sequences,
@@ -155,7 +149,6 @@ class DrafterTraining:
             self.denominators,
             cp_rank=ps.get_context_parallel_rank(),
             cp_size=ps.get_context_parallel_world_size(),
-            layout=layout,
         )
         self.fields.append(fields)
 
@@ -179,10 +172,7 @@ class DrafterTraining:
             self._sums.append(step.learn(student, fields, teacher))
 
     def end_step(self) -> dict[str, float]:
-        """Reduce, clip and update; return means over the step's trained predictions, per depth. {} if it is not due."""
-        self._schedule.observe(self.due)
-        if not self.due:
-            return {}
+        """Reduce, clip and update; return means over the step's trained predictions, per depth."""
         metrics: dict[str, float] = {}
         updated = True
         if self.learner is not None:
@@ -191,8 +181,6 @@ class DrafterTraining:
             self.learner.zero_grad()
             metrics["drafter_grad_norm"] = norm
             metrics["drafter_skipped"] = float(not updated)
-        if not self._sums:
-            return metrics
         steps = self.objective.predicted_steps
         totals = sum_over_replicas(walked(self._sums, steps))
         predicted = prediction_of(totals, steps)
@@ -291,8 +279,13 @@ class DrafterBeside(DrafterTraining):
         self.embedding = embedding_for_drafter(self.model, self.embedding)
         if self.model.post_process:
             super().begin_step(counts)
-        else:
-            self.due = False
+
+    def add(self, sequences: Sequences) -> None:
+        if self.model.post_process:
+            super().add(sequences)
+
+    def end_step(self) -> dict[str, float]:
+        return super().end_step() if self.model.post_process else {}
 
     def build(self) -> Drafter:
         config = replace(self.model.config, calculate_per_token_loss=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rlspec.packing.context_parallel import Layout, slice_for_cp
+from megatron_rlspec.packing.context_parallel import slice_for_cp
 from megatron_rlspec.packing.pack import predicted
 from megatron_rlspec.packing.shift import drafter_targets
 from megatron_rlspec.packing.transfer import to_device
@@ -26,25 +26,22 @@ class Sequences:
     masks    `[L]` of each sequence: 1 where the token itself is trained
     starts   `[n + 1]` int: where sequences begin in the micro-batch, before a split for context parallelism. A sequence
              ends with its padding, and the last one may be padding only
-    weights  of the sequences, for the drafter, not negative; empty: 1
     seeds    of the sequences' noise, where engines couple drafts to it; empty: not known
     """
 
     tokens: Sequence[Tensor]
     masks: Sequence[Tensor]
     starts: Tensor
-    weights: Sequence[float] = ()
     seeds: Sequence[int] = ()
 
     def trained(self, depth: int) -> list[float]:
-        """Sum the weights of the predictions that each depth trains: `[depth]`."""
+        """Count the predictions that each depth trains: `[depth]`."""
         sums = [0.0] * depth
-        for i, mask in enumerate(self.masks):
+        for mask in self.masks:
             tokens = torch.zeros(len(mask), dtype=torch.int64)
             _, _, masks = drafter_targets(tokens, mask.cpu(), torch.tensor([0, len(mask)]), depth)
-            weight = self.weights[i] if self.weights else 1.0
             for d in range(depth):
-                sums[d] += weight * float(masks[d].sum())
+                sums[d] += float(masks[d].sum())
         return sums
 
 
@@ -67,7 +64,6 @@ def drafter_fields(
     *,
     cp_rank: int = 0,
     cp_size: int = 1,
-    layout: Layout = "zigzag",
 ) -> DrafterFields:
     """Build the fields of a micro-batch; `counts` of the step, as `DrafterTargets.counts`."""
     device = sequences.tokens[0].device
@@ -75,21 +71,18 @@ def drafter_fields(
     total = int(boundaries[-1])
     tokens = torch.zeros(total, dtype=torch.int64, device=device)
     mask = torch.zeros(total, dtype=torch.float32, device=device)
-    weight = torch.ones(total, dtype=torch.float32, device=device)
     seeds = torch.full((total,), -1, dtype=torch.int64)
     for i, sequence in enumerate(sequences.tokens):
         start = int(boundaries[i])
         rows = slice(start, start + len(sequence))
         tokens[rows] = sequence
         mask[rows] = sequences.masks[i].float()
-        if sequences.weights:
-            weight[rows] = sequences.weights[i]
         if sequences.seeds:
             seeds[rows] = sequences.seeds[i]
 
     # Whole sequences are rolled first and cut afterwards, so no rank needs a neighbour's tokens.
     def share(x: Tensor) -> Tensor:
-        return to_device(slice_for_cp(x, boundaries, cp_rank, cp_size, layout), device)
+        return to_device(slice_for_cp(x, boundaries, cp_rank, cp_size), device)
 
     lengths = boundaries[1:] - boundaries[:-1]
     starts = boundaries[:-1].long().repeat_interleave(lengths)
@@ -104,10 +97,9 @@ def drafter_fields(
     return DrafterFields(
         tokens=[share(x) for x in inputs],
         labels=[share(x) for x in labels],
-        weight=[share(x * weight) for x in masks],
+        weight=[share(x) for x in masks],
         counts=counts,
         position_ids=positions,
         cu_seqlens_padded=boundaries,
-        layout=layout,
         **noise,
     )

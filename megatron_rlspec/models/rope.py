@@ -39,22 +39,6 @@ class Rope:
         scaling = {key: value for key, value in stated.items() if key not in _NOT_OF_THE_SCALING}
         return cls(base, kind(stated), tuple(sorted(scaling.items())))
 
-    @classmethod
-    def llama3(cls, base: float, factor: float) -> Rope:
-        """Return the scaling that Megatron knows: Llama 3.1's, whose other settings are fixed."""
-        return cls.of(
-            {
-                "rope_theta": base,
-                "rope_scaling": {
-                    "rope_type": "llama3",
-                    "factor": factor,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
-            }
-        )
-
     @property
     def factor(self) -> float:
         """Return the number by which the slowest frequencies are divided; 1: no scaling."""

@@ -1,46 +1,29 @@
 """Index tables of the tokens that each context-parallel rank holds. They need no process group and no device.
 
-Two layouts over a packed batch of T tokens with padded boundaries `cu_seqlens_padded`:
-
-zigzag      every sequence is split into 2·size equal chunks; rank r holds chunks r and 2·size - 1 - r of each, sequence
-            after sequence, so causal attention costs all ranks the same (as in Megatron and Transformer Engine)
-contiguous  the whole batch is split into `size` equal runs; rank r holds run r (all-gather context parallelism)
+A packed batch of T tokens has padded boundaries `cu_seqlens_padded`. Every sequence is split into 2·size equal chunks.
+Rank r holds chunks r and 2·size - 1 - r of each, sequence after sequence (zigzag, as in Megatron and Transformer
+Engine). So causal attention costs all ranks the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_rlspec.packing.transfer import to_device
 
-Layout = Literal["zigzag", "contiguous"]
 
-
-def cp_index(
-    cu_seqlens_padded: Tensor,
-    rank: int,
-    size: int,
-    layout: Layout = "zigzag",
-) -> Tensor:
+def cp_index(cu_seqlens_padded: Tensor, rank: int, size: int) -> Tensor:
     """Return the global position of each token that `rank` holds: `[T / size] int64`, in the rank's own order.
 
-    Raises ValueError if the tokens do not divide: for zigzag every padded length must be a multiple of 2·size, for
-    contiguous T must be a multiple of `size`.
+    Raises ValueError if a padded length is no multiple of 2·size.
     """
     cu = cu_seqlens_padded.long()
     total = int(cu[-1])
     if size == 1:
         return torch.arange(total, device=cu.device)
-    if layout == "contiguous":
-        if total % size:
-            raise ValueError(
-                f"{total} packed tokens do not split into {size} equal contiguous runs"
-            )
-        return torch.arange(rank * total // size, (rank + 1) * total // size, device=cu.device)
     lengths = cu[1:] - cu[:-1]
     if bool((lengths % (2 * size)).any()):
         bad = lengths[lengths % (2 * size) != 0][0]
@@ -59,27 +42,17 @@ def cp_index(
     ).repeat_interleave(widths)
 
 
-def slice_for_cp(
-    x: Tensor,
-    cu_seqlens_padded: Tensor,
-    rank: int,
-    size: int,
-    layout: Layout = "zigzag",
-) -> Tensor:
+def slice_for_cp(x: Tensor, cu_seqlens_padded: Tensor, rank: int, size: int) -> Tensor:
     """Return the share of `rank` in `x [T, ...]`. Raises ValueError."""
-    index = cp_index(cu_seqlens_padded, rank, size, layout).to(x.device)
+    index = cp_index(cu_seqlens_padded, rank, size).to(x.device)
     if len(x) != size * len(index):
         raise ValueError(f"x has {len(x)} rows, but cu_seqlens_padded ends at {size * len(index)}")
     return x.index_select(0, index)
 
 
-def join_from_cp(
-    shards: Sequence[Tensor],
-    cu_seqlens_padded: Tensor,
-    layout: Layout = "zigzag",
-) -> Tensor:
+def join_from_cp(shards: Sequence[Tensor], cu_seqlens_padded: Tensor) -> Tensor:
     """Join all ranks' shares, given in rank order, to the whole batch. Inverse of `slice_for_cp`."""
     size = len(shards)
-    order = torch.cat([cp_index(cu_seqlens_padded, rank, size, layout) for rank in range(size)])
+    order = torch.cat([cp_index(cu_seqlens_padded, rank, size) for rank in range(size)])
     rows = to_device(order.argsort(), shards[0].device)
     return torch.cat(list(shards)).index_select(0, rows)

@@ -23,7 +23,7 @@ from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.losses.drafter import Kind, Student
 from megatron_rlspec.losses.head import all_finite
 from megatron_rlspec.losses.predict import by_logq, deepen, logq_of_rows, of_rows, walk
-from megatron_rlspec.packing.context_parallel import Layout, cp_index, join_from_cp
+from megatron_rlspec.packing.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.train.objectives import OutputLayer, Sums
@@ -59,7 +59,6 @@ class DrafterTargets:
     weight             of that prediction, not negative; 0 where nothing is trained
     counts             per depth, Σ weight over all micro-batches and ranks of the step, at least 1
     cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
-    layout             of that split
     rows               `[t]` int64, of each position in the policy's micro-batch, if that has more rows
     seeds, positions   `[t]` int64, for coupled drafts: the seed of each position's noise, -1 where no acceptance is
                        predicted, and the position in its sequence; None: not known
@@ -71,7 +70,6 @@ class DrafterTargets:
     weight: Sequence[Tensor]
     counts: Sequence[float]
     cu_seqlens_padded: Tensor
-    layout: Layout = "zigzag"
     _: KW_ONLY
     rows: Tensor | None = None
     seeds: Tensor | None = None
@@ -176,7 +174,7 @@ class DrafterStep:
         device = targets.labels[0].device
         size = ps.get_context_parallel_world_size()
         rank = ps.get_context_parallel_rank()
-        position = cp_index(targets.cu_seqlens_padded, rank, size, targets.layout).to(device)
+        position = cp_index(targets.cu_seqlens_padded, rank, size).to(device)
         last = size * len(targets.labels[0]) - 1
         depths = range(1, self.objective.depth + 1)
         teacher = torch.cat([(position + d).clamp(max=last) for d in depths])
@@ -332,4 +330,4 @@ def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
         return x
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
-    return join_from_cp(parts, targets.cu_seqlens_padded.cpu(), targets.layout)
+    return join_from_cp(parts, targets.cu_seqlens_padded.cpu())

@@ -1,6 +1,6 @@
 """Which steps train the drafter, and how much the samples of a step weigh by their rewards. Numpy only.
 
-Our loop uses both through `extensions/drafter_schedules`, slime through `cotrainer/drafter.py` and its `batch.py`.
+Our loop uses both through `extensions/drafter_schedules`.
 The denominator of the drafter's loss is the sum of the weights (`packing/pack.py`), so only their ratios matter.
 """
 

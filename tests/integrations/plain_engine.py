@@ -1,8 +1,7 @@
 """Start an SGLang server as slime does, on a CPU: `python plain_engine.py MODEL PORT [DRAFTER]`.
 
-RLSPEC_SGLANG is set. With RLSPEC_SLIME, slime's own `_compute_server_args` and `launch_server_process` start it.
-Otherwise this file does what the latter does: `launch_server` in a spawned process. Every spawned process imports this
-file, so the CPU stand-ins for a GPU are installed in each.
+RLSPEC_SGLANG is set. slime's own `_compute_server_args` and `launch_server_process` start it. Every spawned process
+imports this file, so the CPU stand-ins for a GPU are installed in each.
 """
 
 import json
@@ -77,20 +76,10 @@ def by_slime():
     return sglang_engine.launch_server_process(ServerArgs(**given))
 
 
-def plainly():
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.server_args import ServerArgs
-
-    given = ServerArgs(model_path=MODEL, host="127.0.0.1", port=int(PORT), skip_server_warmup=True, **SGLANG)
-    process = multiprocessing.Process(target=launch_server, args=(given,))
-    process.start()
-    return process
-
-
 if __name__ == "__main__":
     Path(SGLANG["speculative_adaptive_config"]).write_text(json.dumps({"1": {"candidate_steps": [0, 1, 2]}}))
     multiprocessing.set_start_method("spawn", force=True)
-    process = by_slime() if os.environ.get("RLSPEC_SLIME") else plainly()
+    process = by_slime()
     parent = os.getppid()
     while process.is_alive() and os.getppid() == parent:
         time.sleep(0.2)

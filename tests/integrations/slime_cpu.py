@@ -69,6 +69,43 @@ def install() -> None:
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0)
 
 
+def layer_spec(args: Any, config: Any, vp_stage: Any = None) -> Any:
+    """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
+    from megatron_rlspec.train import layer_specs
+
+    return layer_specs.decoder_spec(config)
+
+
+def packed_for_cpu(get_batch: Callable, args: Any) -> Callable:
+    """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
+    from megatron.core import parallel_state as ps
+
+    from megatron_rlspec.cotrainer.fields import drafter_fields
+    from megatron_rlspec.integrations.slime.batch import micro_batch
+    from megatron_rlspec.models.rope import Rope
+    from megatron_rlspec.train.attention import packed_sequences
+    from megatron_rlspec.train.model import at_positions
+
+    config = SimpleNamespace(
+        kv_channels=args.kv_channels,
+        params_dtype=torch.float32,
+        multi_latent_attention=False,
+        rotary_percent=args.rotary_percent,
+    )
+
+    def wrapped(*rest: Any, **kwargs: Any) -> Any:
+        batch = get_batch(*rest, **kwargs)
+        size = ps.get_context_parallel_world_size()
+        rank = ps.get_context_parallel_rank()
+        groups = args.num_query_groups // ps.get_tensor_model_parallel_world_size()
+        here = drafter_fields(micro_batch(batch), 1, cp_rank=rank, cp_size=size)
+        packed = packed_sequences(here.cu_seqlens_padded, groups, size, rank, torch.device("cpu"))
+        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, Rope(float(args.rotary_base)))
+        return batch
+
+    return wrapped
+
+
 def with_new_moments(load: Callable) -> Callable:
     """Wrap slime's `load_checkpoint`: the policy's moments start anew, everything else of a checkpoint is loaded.
 

@@ -156,7 +156,7 @@ def command(folder, slime, driver, train, context, rollouts, kind, extra=()):
  --position-embedding-type none --untie-embeddings-and-output-weights --transformer-impl local
  --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
  --no-bias-dropout-fusion --no-rope-fusion --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
- --cp-comm-type all_gather --data-pad-size-multiplier 8 --spec slime_path_hooks layer_spec
+ --cp-comm-type all_gather --data-pad-size-multiplier 8 --spec slime_cpu layer_spec
  --hf-checkpoint {model} --load {load} --ref-load {model}
  --actor-num-nodes 1 --actor-num-gpus-per-node {train} --context-parallel-size {context}
  --rollout-num-gpus 1 --rollout-num-gpus-per-engine 1

@@ -3,57 +3,20 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import requests
-import torch
 
 from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.integrations.slime.seeds import sampling_seed
-from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.types import OFF, SpecConfig
-
-
-def layer_spec(args, config, vp_stage=None):
-    """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
-    from megatron_rlspec.train import layer_specs
-
-    return layer_specs.decoder_spec(config)
 
 
 def init(args):
     """`--custom-megatron-init-path`: our attention needs the position of each token."""
     from slime.backends.megatron_utils import model as slime_model
+    from slime_cpu import packed_for_cpu
 
     slime_model.get_batch = packed_for_cpu(slime_model.get_batch, args)
-
-
-def packed_for_cpu(get_batch, args):
-    """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
-    from megatron.core import parallel_state as ps
-
-    from megatron_rlspec.cotrainer.fields import drafter_fields
-    from megatron_rlspec.integrations.slime.batch import micro_batch
-    from megatron_rlspec.train.attention import packed_sequences
-    from megatron_rlspec.train.model import at_positions
-
-    config = SimpleNamespace(
-        kv_channels=args.kv_channels,
-        params_dtype=torch.float32,
-        multi_latent_attention=False,
-        rotary_percent=args.rotary_percent,
-    )
-
-    def wrapped(*rest, **kwargs):
-        batch = get_batch(*rest, **kwargs)
-        size = ps.get_context_parallel_world_size()
-        rank = ps.get_context_parallel_rank()
-        here = drafter_fields(micro_batch(batch), 1, cp_rank=rank, cp_size=size)
-        packed = packed_sequences(here.cu_seqlens_padded, args.num_query_groups, size, rank, torch.device("cpu"))
-        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, Rope(float(args.rotary_base)))
-        return batch
-
-    return wrapped
 
 
 def log_rollout(rollout_id, args, samples, extra, seconds):

@@ -1,7 +1,8 @@
 """What the ranks of a slime test do: real slime and its Megatron on the CPU, started by `test_slime.py`.
 
 slime's parser, `get_batch`, model provider, DDP, optimizer, policy loss and `train_one_step` are its own. Replaced are
-what needs a GPU (attention kernels: ours, see `layer_spec`), a checkpoint (`load_checkpoint`: seeded weights) and bf16.
+what needs a GPU (attention kernels: ours, see `slime_cpu.py`), a checkpoint (`load_checkpoint`: seeded weights) and
+bf16.
 """
 
 import json
@@ -22,7 +23,6 @@ from megatron_rlspec.config import Config
 from megatron_rlspec.models.names import LAYER, later
 from megatron_rlspec.push.contract import HealthError
 from megatron_rlspec.push.push import PushError
-from megatron_rlspec.train import layer_specs
 
 HOOKS = "megatron_rlspec.integrations.slime.hooks"
 OURS = ("--custom-megatron-init-path", f"{HOOKS}.init", "--custom-model-provider-path", f"{HOOKS}.model_provider")
@@ -74,13 +74,14 @@ def arguments(folder, cp, extra="", drafter=True):
     replicas = world // int(cp)
     command = (
         f"{COMMAND} --rollout-batch-size {2 * replicas} --global-batch-size {4 * replicas} --hf-checkpoint {folder} "
-        f"--context-parallel-size {cp} --actor-num-gpus-per-node {world} {extra}"
+        f"--context-parallel-size {cp} --actor-num-gpus-per-node {world} --spec slime_cpu layer_spec {extra}"
     )
     sys.argv = (command if drafter else command.replace(DRAFTER, "")).split()
     from slime.utils.arguments import parse_args
 
     args = parse_args()
     args.bf16, args.params_dtype, args.load = False, torch.float32, folder
+    args.rlspec = {"folder": folder, **getattr(args, "rlspec", {})}
     return args
 
 
@@ -99,11 +100,6 @@ def start(args):
         from slime.utils.misc import load_function
 
         load_function(args.custom_megatron_init_path)(args)
-
-
-def layer_spec(args, config, vp_stage=None):
-    """`--spec`: the decoder of slime's provider with our packed attention, which runs on a CPU."""
-    return layer_specs.decoder_spec(config)
 
 
 def build(args):
@@ -176,28 +172,6 @@ def rollout_data():
     }
 
 
-def packed_for_cpu(get_batch):
-    """Wrap slime's `get_batch`: complete `packed_seq_params` for our attention."""
-    from megatron_rlspec.cotrainer.fields import drafter_fields
-    from megatron_rlspec.integrations.slime.batch import micro_batch
-    from megatron_rlspec.models.rope import Rope
-    from megatron_rlspec.train.attention import packed_sequences
-    from megatron_rlspec.train.model import at_positions
-
-    def wrapped(*args, **kwargs):
-        batch = get_batch(*args, **kwargs)
-        size = ps.get_context_parallel_world_size()
-        rank = ps.get_context_parallel_rank()
-        here = drafter_fields(micro_batch(batch), 1, cp_rank=rank, cp_size=size)
-        groups = GROUPS // ps.get_tensor_model_parallel_world_size()
-        packed = packed_sequences(here.cu_seqlens_padded, groups, size, rank, torch.device("cpu"))
-        config = SimpleNamespace(kv_channels=HIDDEN // HEADS, params_dtype=torch.float32, multi_latent_attention=False)
-        batch["packed_seq_params"] = at_positions(packed, here.position_ids, config, Rope())
-        return batch
-
-    return wrapped
-
-
 def train_step(args, model, optimizer, scheduler):
     """Run one `train_one_step` of slime on `rollout_data`; return (its loss dict, its gradient norm)."""
     from megatron.core.distributed import finalize_model_grads
@@ -229,15 +203,10 @@ def prepare(folder, cp, extra="", drafter=True, loading=seeded):
 
     slime_cpu.install()
     slime_model.load_checkpoint = loading
-    slime_model.get_batch = packed_for_cpu(slime_model.get_batch)
-    args = arguments(folder, cp, f"--spec slime_ranks layer_spec {extra}", drafter)
-    args.spec = layer_spec_path()
+    args = arguments(folder, cp, extra, drafter)
+    slime_model.get_batch = slime_cpu.packed_for_cpu(slime_model.get_batch, args)
     start(args)
     return args, *build(args)
-
-
-def layer_spec_path():
-    return ["slime_ranks", "layer_spec"]
 
 
 def capture(model, optimizer):
@@ -350,9 +319,8 @@ def resuming(folder, cp, saved, extra, drafter=True):
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training.global_vars import set_args
 
-    given = " ".join(["--spec slime_ranks layer_spec", f"--load {saved}", *extra])
-    args = arguments(folder, int(cp), given, drafter)
-    args.load, args.spec = str(saved), layer_spec_path()
+    args = arguments(folder, int(cp), " ".join([f"--load {saved}", *extra]), drafter)
+    args.load = str(saved)
     set_args(args)
     init_num_microbatches_calculator(0, None, 4, 1, ps.get_data_parallel_world_size())  # as slime's initialize.init
     return args

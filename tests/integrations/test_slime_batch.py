@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rlspec.cotrainer.fields import drafter_fields
-from megatron_rlspec.integrations.slime.batch import micro_batch, sample_weights, trained_tokens
+from megatron_rlspec.integrations.slime.batch import micro_batch, trained_tokens
 
 LENGTHS = (23, 14, 17, 9)
 RESPONSES = (15, 6, 3, 9)
@@ -22,24 +22,17 @@ def samples():
     return tokens, masks
 
 
-def laid_out(cp, layout):
+def laid_out(cp):
     """Return the widths of slime's sequences before the split, with its padding segment (`get_batch` in data.py)."""
-    if layout == "contiguous":
-        widths = list(LENGTHS)
-        pad = -sum(widths) % (cp * PAD)
-    else:
-        widths = [2 * cp * -(-n // (2 * cp)) if cp > 1 else n for n in LENGTHS]
-        pad = (-(sum(widths) // cp) % PAD) * cp
+    widths = [2 * cp * -(-n // (2 * cp)) if cp > 1 else n for n in LENGTHS]
+    pad = (-(sum(widths) // cp) % PAD) * cp
     return widths + ([pad] if pad else [])
 
 
-def positions(widths, rank, cp, layout):
+def positions(widths, rank, cp):
     """Return the global positions that `rank` holds, in its order, chunk by chunk."""
-    total = sum(widths)
     if cp == 1:
-        return list(range(total))
-    if layout == "contiguous":
-        return list(range(rank * total // cp, (rank + 1) * total // cp))
+        return list(range(sum(widths)))
     out = []
     start = 0
     for width in widths:
@@ -50,18 +43,17 @@ def positions(widths, rank, cp, layout):
     return out
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_fields_of_every_rank(cp, layout):
+def test_fields_of_every_rank(cp):
     tokens, masks = samples()
-    widths = laid_out(cp, layout)
+    widths = laid_out(cp)
     cu = torch.tensor([0, *widths]).cumsum(0).int()
     batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
     trained = [0] * DEPTH
     for rank in range(cp):
         sequences = micro_batch(batch, seeds=SEEDS)
-        fields = drafter_fields(sequences, DEPTH, cp_rank=rank, cp_size=cp, layout=layout)
-        for local, position in enumerate(positions(widths, rank, cp, layout)):
+        fields = drafter_fields(sequences, DEPTH, cp_rank=rank, cp_size=cp)
+        for local, position in enumerate(positions(widths, rank, cp)):
             i = int(torch.searchsorted(cu[1:], position, right=True))
             t = position - int(cu[i])
             assert fields.position_ids[local] == fields.positions[local] == t
@@ -82,15 +74,11 @@ def test_fields_of_every_rank(cp, layout):
 def test_all_fields_are_on_the_device_of_the_samples():
     """As slime's samples are on a GPU. The drafter's step combines seeds with weights, and reads both by one index."""
     tokens, masks = ([x.to("meta") for x in column] for column in samples())
-    cu = torch.tensor([0, *laid_out(2, "zigzag")]).cumsum(0).int()
+    cu = torch.tensor([0, *laid_out(2)]).cumsum(0).int()
     batch = {"unconcat_tokens": tokens, "loss_masks": masks, "packed_seq_params": SimpleNamespace(cu_seqlens_q=cu)}
     fields = drafter_fields(micro_batch(batch, seeds=SEEDS), DEPTH, cp_size=2)
     found = [*fields.tokens, *fields.labels, *fields.weight, fields.position_ids, fields.seeds, fields.positions]
     assert {(x.device.type, len(x)) for x in found} == {("meta", int(cu[-1]) // 2)}
-
-
-def test_without_samples_no_token_is_trained():
-    assert trained_tokens({"total_lengths": [], "loss_masks": []}, [], 2) == [0.0, 0.0]
 
 
 def test_acceptance_is_predicted_at_a_part_of_many_tokens():
@@ -103,28 +91,3 @@ def test_acceptance_is_predicted_at_a_part_of_many_tokens():
     fields = drafter_fields(micro_batch(batch, seeds=[5]), 1, [16 * 8192.0])
     assert (fields.seeds == 5).sum() == 4 * 64 and bool((fields.seeds[1024:1088] == 5).all())
     assert drafter_fields(micro_batch(batch), 1).seeds is None
-
-
-def test_weights_of_samples_follow_the_rewards_of_the_whole_rollout():
-    """Each data-parallel rank holds a part of the samples, in its own order, and the rewards of all."""
-    data = {"raw_reward": [0.0, 1.0, 3.0, 4.0], "partition": [3, 0], "total_lengths": [5, 5]}
-    assert sample_weights(data, "reward") == pytest.approx([2.0, 0.25])
-    assert sample_weights({"total_lengths": [5, 5]}, "none") == [1.0, 1.0]
-
-
-def test_weights_scale_masks_and_counts():
-    tokens, masks = samples()
-    batch = {
-        "unconcat_tokens": tokens,
-        "loss_masks": masks,
-        "packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, *LENGTHS]).cumsum(0).int()),
-    }
-    weights = [0.5, 2.0, 1.0, 0.25]
-    plain = drafter_fields(micro_batch(batch), DEPTH)
-    fields = drafter_fields(micro_batch(batch, weights), DEPTH)
-    factor = torch.tensor(weights).repeat_interleave(torch.tensor(LENGTHS))
-    for ours, mask in zip(fields.weight, plain.weight, strict=True):
-        assert torch.equal(ours, mask * factor)
-    data = {"total_lengths": list(LENGTHS), "loss_masks": masks}
-    counts = trained_tokens(data, range(len(LENGTHS)), DEPTH, weights)
-    assert counts == pytest.approx([float(w.sum()) for w in fields.weight])

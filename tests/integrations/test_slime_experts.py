@@ -28,19 +28,19 @@ def joined(ranks, field):
     return both
 
 
-def settings(folder):
-    """Options under which the drafter's clip acts."""
-    file = folder / "clip.yaml"
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    """Options under which the drafter's clip acts, on experts."""
+    file = tmp_path_factory.mktemp("experts") / "clip.yaml"
     file.write_text("rlspec: {drafter: {warmup_steps: 0}}\n")
-    return "--clip-grad", "0.01", "--custom-config-path", str(file)
+    return "--clip-grad", "0.01", "--custom-config-path", str(file), *MOE.split()
 
 
 @pytest.mark.timeout(900)
-def test_drafter_learns_as_with_whole_experts(tmp_path):
+def test_drafter_learns_as_with_whole_experts(options):
     """Both replicas have the same batches. Norms and dense weights are equal on both ranks: one clip factor for all."""
-    clipped = settings(tmp_path)
-    whole = run_ranks("one_step", 1, *OURS, *clipped, *MOE.split(), replicas=2)
-    split = run_ranks("one_step", 1, *OURS, *clipped, *MOE.split(), *SPLIT.split(), replicas=2)
+    whole = run_ranks("one_step", 1, *OURS, *options, replicas=2)
+    split = run_ranks("one_step", 1, *OURS, *options, *SPLIT.split(), replicas=2)
     norms = [rank["losses"]["drafter_grad_norm"] for rank in (*whole, *split)]
     assert norms[2] == norms[3] > 0.01
     assert norms[2] == pytest.approx(norms[0], rel=1e-5)
@@ -53,10 +53,9 @@ def test_drafter_learns_as_with_whole_experts(tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_policy_is_updated_as_without_a_drafter(tmp_path):
-    given = (*settings(tmp_path), *MOE.split(), *SPLIT.split())
-    without = run_ranks("no_drafter", 1, *given, replicas=2)
-    ours = run_ranks("one_step", 1, *OURS, *given, replicas=2)
+def test_policy_is_updated_as_without_a_drafter(options):
+    without = run_ranks("no_drafter", 1, *options, *SPLIT.split(), replicas=2)
+    ours = run_ranks("one_step", 1, *OURS, *options, *SPLIT.split(), replicas=2)
     for bare, rank in zip(without, ours, strict=True):
         assert bare["norm"] == rank["norm"]
         assert not [n for n, v in bare["parameters"].items() if not torch.equal(v, policy(rank["parameters"])[n])]

@@ -15,12 +15,9 @@ TENSOR = f"--tensor-model-parallel-size 2 {ONE_REPLICA}"
 STAGES = f"--pipeline-model-parallel-size 2 {ONE_REPLICA}"
 # Name: (context-parallel ranks, replicas or other ranks, options)
 LAYOUTS = {
-    "one": (1, 1, ""),
     "context": (2, 1, ""),
-    "tensor": (1, 2, TENSOR),
     "stages": (1, 2, STAGES),
     "experts": (1, 2, f"{MOE} {SPLIT}"),
-    "eagle3": (1, 1, ""),
     "eagle3_tensor": (1, 2, f"{TENSOR} --sequence-parallel"),
 }
 

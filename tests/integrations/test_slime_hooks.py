@@ -25,7 +25,7 @@ STANDING_IN = {
     "slime.backends.megatron_utils.model": {
         "get_load_checkpoint_path_by_args": lambda args: f"{args.load}/iter_0000007"
     },
-    "slime.backends.megatron_utils.model_provider": {"freeze_model_params": None, "_get_model_provider_func": None},
+    "slime.backends.megatron_utils.model_provider": {"_get_model_provider_func": None},
     "slime.utils": {},
     "slime.utils.misc": {"load_function": None},
 }
@@ -87,28 +87,6 @@ def test_a_model_that_hides_its_mtp_layer_is_refused(hooks, given, monkeypatch):
     with pytest.raises(ValueError, match="SimpleNamespace holds no MTP layer itself"):
         hooks.model_provider(post_process=True)
     assert hooks.model_provider(post_process=False) is hidden  # other pipeline stages have none
-
-
-def test_names_of_parameters_to_train_thaw_no_drafter(hooks, monkeypatch):
-    class MTP(hooks.SlimeMTP):
-        def __init__(self, model):
-            self.model = model
-
-    model = torch.nn.ModuleDict({"mtp": torch.nn.Linear(2, 2), "decoder": torch.nn.Linear(2, 2)})
-    monkeypatch.setattr(hooks, "_drafter", MTP(SimpleNamespace(mtp=model["mtp"])))
-    hooks._freeze_drafter(None, model, Namespace())
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {"decoder.weight", "decoder.bias"}
-
-
-def test_what_rollouts_taught_stays_where_only_train_ranks_begin_again(hooks, given, tmp_path):
-    """As under --release-train, which makes train ranks anew after each rollout."""
-    slime_state.write_rollouts(tmp_path / "run", {"learnt": 2})
-    given.update_weight_start_version = 1
-    resume(hooks)
-    assert slime_state.read_rollouts(tmp_path / "run") == {"learnt": 2}
-    given.update_weight_start_version = 0
-    resume(hooks)
-    assert slime_state.read_rollouts(tmp_path / "run") is None
 
 
 def test_what_rollouts_taught_is_kept_without_optimizer_states(hooks, given, tmp_path):

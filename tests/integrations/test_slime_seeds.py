@@ -30,11 +30,10 @@ async def told(args, sample, sampling_params, evaluation=False):
         ("position_keyed", 7, {"sampling_seed": 5}, {"sampling_seed": 5}),
         ("position_keyed", None, {}, {}),
         ("target_only", 7, {}, {}),
-        (None, 7, {}, {}),
     ],
 )
 def test_the_sampling_parameters_of_a_sample(verifier, index, given, expected):
-    args = SimpleNamespace(rollout_seed=3, **({} if verifier is None else {"rlspec": {"verifier": verifier}}))
+    args = SimpleNamespace(rollout_seed=3, rlspec={"verifier": verifier, "folder": "unused"})
     params = {"temperature": 1.0, "max_new_tokens": 9, **given}
     got = asyncio.run(seeded(told)(args, SimpleNamespace(index=index), sampling_params=params))
     assert got == {"temperature": 1.0, "max_new_tokens": 8, **expected}
@@ -42,7 +41,7 @@ def test_the_sampling_parameters_of_a_sample(verifier, index, given, expected):
 
 def test_evaluations_have_other_seeds_and_their_shared_parameters_stay():
     """slime gives all samples of an evaluation one dictionary."""
-    args = SimpleNamespace(rollout_seed=3, rlspec={"verifier": "position_keyed"})
+    args = SimpleNamespace(rollout_seed=3, rlspec={"verifier": "position_keyed", "folder": "unused"})
     shared = {"max_new_tokens": 9}
     got = [asyncio.run(seeded(told)(args, SimpleNamespace(index=i), shared, evaluation=True)) for i in range(2)]
     assert [params["sampling_seed"] for params in got] == [sampling_seed(3, 0, True), sampling_seed(3, 1, True)]

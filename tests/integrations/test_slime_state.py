@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.speculation.acceptance import Prediction, added
 from megatron_rlspec.speculation.ragged import BINS
 
@@ -30,28 +29,9 @@ def test_a_step_without_a_prediction_leaves_those_of_its_rollout():
     assert added(one, one).reached.tolist() == (2 * one.reached).tolist()
 
 
-def test_the_learnt_state_is_saved_and_restored(tmp_path):
-    run = tmp_path / "run"
-    saved = tmp_path / "iter_0000001/rlspec-drafter"
-    slime_state.write_rollouts(run, {"learnt": 1})
-    slime_state.hand_on(run, saved)
-    slime_state.write_rollouts(run, {"learnt": 2})
-    slime_state.hand_on(saved, run)
-    assert slime_state.read_rollouts(run) == {"learnt": 1}
-    slime_state.hand_on(None, run)  # a run that begins anew, in the folder of an older one
-    assert slime_state.read_rollouts(run) is None
-
-
-def test_runs_without_a_folder_write_nothing():
-    assert Options.from_args(SimpleNamespace()).folder is None
-    slime_state.write_rollouts(None, {})
-    slime_state.hand_on(None, None)
-    assert slime_state.read_rollouts(None) is None
-
-
 @pytest.mark.slime
 @pytest.mark.skipif(not os.environ.get("RLSPEC_SLIME"), reason="set RLSPEC_SLIME to a slime checkout")
-def test_slimes_accept_length_counts_delivered_tokens(monkeypatch):
+def test_slimes_accept_length_counts_delivered_tokens(monkeypatch, tmp_path):
     """The last of three rounds accepted three drafts, of which the sample's end kept one."""
     monkeypatch.syspath_prepend(os.environ["RLSPEC_SLIME"])
     from slime.utils.types import Sample
@@ -61,12 +41,11 @@ def test_slimes_accept_length_counts_delivered_tokens(monkeypatch):
     info = Sample.SpecInfo()
     counts = {"spec_verify_ct": 3, "completion_tokens": 6, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 9}
     info.add(counts | {"spec_correct_drafts_histogram": [1, 0, 1, 1], "rlspec_drafted": [0, 1, 1, 0, 0, 1]})
-    assert info.histogram == [2, 0, 1] and acceptance.metrics([info])["accept_length"] == pytest.approx((6 - 1) / 3)
-
     sample = Sample(spec_info=info)
+    assert info.histogram == [2, 0, 1] and acceptance.of_samples([sample]) == pytest.approx((6 - 1) / 3)
     seen = []
     learning = SimpleNamespace(state=dict)
     after = SimpleNamespace(after_rollout=lambda urls, delivered: seen.append(delivered) or {}, learning=learning)
     monkeypatch.setattr(rollout, "_speculation", after)
-    rollout.after(SimpleNamespace(), [], rollout.flat([[sample], [[sample]]]))
+    rollout.after(SimpleNamespace(rlspec={"folder": tmp_path}), [], rollout.flat([[sample], [[sample]]]))
     assert seen == [pytest.approx((6 - 1) / 3)]

@@ -33,28 +33,24 @@ def test_one_worked_example():
     cu = boundaries([8, 4])
     assert cp_index(cu, 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
     assert cp_index(cu, 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
-    assert cp_index(cu, 1, 2, "contiguous").tolist() == [6, 7, 8, 9, 10, 11]
 
 
 @given(
     chunks=st.lists(st.integers(0, 5), max_size=6),
     size=st.integers(1, 5),
-    layout=st.sampled_from(["zigzag", "contiguous"]),
     columns=st.sampled_from([(), (3,)]),
 )
 @settings(max_examples=100)
-def test_joining_the_shares_gives_the_whole(chunks, size, layout, columns):
+def test_joining_the_shares_gives_the_whole(chunks, size, columns):
     cu = boundaries([2 * size * n for n in chunks])
     x = torch.randn(int(cu[-1]), *columns)
-    shares = [slice_for_cp(x, cu, rank, size, layout) for rank in range(size)]
+    shares = [slice_for_cp(x, cu, rank, size) for rank in range(size)]
     assert all(len(share) == int(cu[-1]) // size for share in shares)
-    assert torch.equal(join_from_cp(shares, cu, layout), x)
+    assert torch.equal(join_from_cp(shares, cu), x)
 
 
 def test_lengths_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="padded length 6 is not a multiple of 4"):
         cp_index(boundaries([4, 6]), 0, 2)
-    with pytest.raises(ValueError, match="7 packed tokens do not split into 2"):
-        cp_index(boundaries([7]), 0, 2, "contiguous")
     with pytest.raises(ValueError, match="x has 5 rows"):
         slice_for_cp(torch.arange(5), boundaries([4]), 0, 2)

@@ -1,4 +1,4 @@
-"""Acceptance of slime's samples: counted from SGLang's histogram, and reported as ratios of sums.
+"""Acceptance of slime's samples, counted from SGLang's histogram.
 
 Of `meta_info`, slime keeps only what `Sample.SpecInfo.add` reads, and that reads keys that SGLang no longer sends.
 """
@@ -12,21 +12,9 @@ from megatron_rlspec.rollout.sglang.settings import DRAFTED
 from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
 
 
-def metrics(infos: Iterable[Any]) -> dict[str, float]:
-    """Compute over all samples: tokens per round, and the acceptance rate at every depth.
-
-    The rate at depth d is the share of rounds that accepted draft d among those that accepted draft d - 1. It is a
-    lower bound if engines drafted fewer than d steps in some rounds.
-    """
-    total = pooled(getattr(info, "histogram", ()) for info in infos).tolist()
-    rounds = sum(total)
-    if not rounds:
-        return {}
-    found = {"accept_length": accept_length(total), "accept_rounds": float(rounds)}
-    for depth in range(1, len(total)):
-        reached = sum(total[depth - 1 :])
-        found[f"accept_depth_{depth}"] = sum(total[depth:]) / reached if reached else 0.0
-    return found
+def of_samples(samples: Iterable[Any]) -> float:
+    """Return the tokens of a round that slime's samples got, on average; NaN without rounds."""
+    return accept_length(pooled(getattr(s.spec_info, "histogram", ()) for s in samples))
 
 
 def with_histogram(slimes_add: Callable[..., None]) -> Callable[..., None]:

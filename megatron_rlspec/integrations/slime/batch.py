@@ -13,46 +13,25 @@ from typing import Any
 import torch
 
 from megatron_rlspec.cotrainer.fields import Sequences
-from megatron_rlspec.train.drafter_updates import reward_weights
 
 
-def sample_weights(rollout_data: Mapping[str, Any], kind: str) -> list[float]:
-    """Return the drafter's weight of each sample of this data-parallel rank, by its reward.
-
-    slime hands every rank the rewards of the whole rollout (`raw_reward`), so all ranks divide by one mean.
-    """
-    if kind == "none":
-        return [1.0] * len(rollout_data["total_lengths"])
-    weights = reward_weights(rollout_data["raw_reward"])
-    return [float(weights[i]) for i in rollout_data["partition"]]
-
-
-def micro_batch(
-    batch: Mapping[str, Any], weights: Sequence[float] = (), seeds: Sequence[int] = ()
-) -> Sequences:
+def micro_batch(batch: Mapping[str, Any], seeds: Sequence[int] = ()) -> Sequences:
     """Return the sequences of slime's `get_batch`: its `unconcat_tokens`, response masks and boundaries."""
     tokens: Sequence[torch.Tensor] = batch["unconcat_tokens"]
     masks = []
     for sample, response_mask in zip(tokens, batch["loss_masks"], strict=True):
         masks.append(token_mask(len(sample), response_mask))
-    return Sequences(tokens, masks, batch["packed_seq_params"].cu_seqlens_q, weights, seeds)
+    return Sequences(tokens, masks, batch["packed_seq_params"].cu_seqlens_q, seeds)
 
 
 def trained_tokens(
-    rollout_data: Mapping[str, Any],
-    samples: Sequence[int],
-    depth: int,
-    weights: Sequence[float] = (),
+    rollout_data: Mapping[str, Any], samples: Sequence[int], depth: int
 ) -> list[float]:
-    """Sum the weights of the predictions of each depth that these samples of slime's rollout data train: `[depth]`.
-
-    `weights` of all samples of this rank's rollout data; empty: 1
-    """
+    """Count the predictions of each depth that these samples of slime's rollout data train: `[depth]`."""
     masks = []
     for i in samples:
         masks.append(token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i]))
-    chosen = [weights[i] for i in samples] if weights else ()
-    return Sequences((), masks, torch.zeros(1), chosen).trained(depth)
+    return Sequences((), masks, torch.zeros(1)).trained(depth)
 
 
 def token_mask(length: int, response_mask: torch.Tensor) -> torch.Tensor:

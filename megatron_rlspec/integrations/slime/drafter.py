@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from megatron_rlspec.cotrainer.drafter import DrafterTraining
 from megatron_rlspec.cotrainer.fields import DrafterFields
 from megatron_rlspec.integrations.slime import routing
 from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
+from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train.attention import PackedAttention
 from megatron_rlspec.train.drafter import Drafter, MTPDrafter
@@ -49,28 +49,13 @@ class Adopted(MTPDrafter):
         self.recompute = config.recompute_granularity == "full"
 
 
-def _rope(model: GPTModel) -> Rope:
-    """Return the model's rotary embedding. Megatron keeps no factor of a scaling; the slowest frequency shows it."""
-    plain = Rope(float(model.rotary_base))
-    if not getattr(model, "rotary_scaling", False):
-        return plain
-    scaled = model.rotary_pos_emb.inv_freq
-    unscaled = plain.frequencies(2 * len(scaled))
-    return Rope.llama3(plain.base, round(float(unscaled[-1] / scaled[-1]), 3))
-
-
 class SlimeMTP(DrafterTraining):
     """The MTP layers of slime's model: frozen while slime wraps it into DDP."""
 
     def __init__(
-        self, model: GPTModel, options: Options, args: Any, zero_first_embedding: bool
+        self, model: GPTModel, options: Options, args: Any, hf_config: Mapping[str, Any]
     ) -> None:
-        attention = transformer_layer(model.mtp.layers[0]).self_attention
-        if type(attention) is not SelfAttention and options.drafter.depth > 1:
-            raise ValueError(
-                f"--drafter.depth {options.drafter.depth}, but {type(attention).__name__} is not unrolled "
-                "chain-exactly; set 1"
-            )
+        """`hf_config`: config.json of the policy."""
         super().__init__(
             model,
             options.drafter,
@@ -78,7 +63,9 @@ class SlimeMTP(DrafterTraining):
             temperature=args.rollout_temperature,
             clip_grad=args.clip_grad,  # which clips the policy's norm by itself
         )
-        self._zero_first_embedding = zero_first_embedding
+        family = FAMILIES.get(hf_config["architectures"][0])
+        self._zero_first_embedding = family is not None and family.zero_first_embedding
+        self._rope = Rope.of(hf_config)
         model.mtp.requires_grad_(False)
         routing.leave_out(model.mtp)
 
@@ -88,7 +75,7 @@ class SlimeMTP(DrafterTraining):
             attention.core_attention = PackedAttention(
                 attention.config, attention.layer_number, attention.attn_mask_type, "self"
             )
-        return Adopted(self.model, self._zero_first_embedding, _rope(self.model))
+        return Adopted(self.model, self._zero_first_embedding, self._rope)
 
     def on_hidden(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any] | None = None
@@ -120,9 +107,6 @@ class SlimeMTP(DrafterTraining):
             packed_seq_params=given.get("packed_seq_params"),
         )
         return [self.gather(out)[:, 0]]
-
-    def copy_weights(self) -> None:
-        """Do nothing: slime pushes the weights with its model's."""
 
     @contextmanager
     def trainable(self) -> Iterator[None]:

@@ -15,13 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_rlspec.engine import RolloutEngine, ask_all
+from megatron_rlspec.engine import ask_all
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import drafter_names
-from megatron_rlspec.push.contract import HealthError, Verdict, summary
+from megatron_rlspec.push.contract import HealthError, summary
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import EngineReport, Pusher, PushReport
-from megatron_rlspec.rollout.sglang.client.connection import RefusedError
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Scope
 
@@ -33,8 +32,8 @@ TIMEOUT = 600.0  # seconds
 class SlimeEngine(SGLangEngine):
     """The client of an engine that slime pushes to."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        super().__init__(url, api_key=api_key, timeout=TIMEOUT)
+    def __init__(self, url: str) -> None:
+        super().__init__(url, timeout=TIMEOUT)
 
     def version(self) -> str:
         """Return the weight version that SGLang reports. Raises EngineError."""
@@ -42,10 +41,7 @@ class SlimeEngine(SGLangEngine):
 
 
 class SlimePushes(Pusher):
-    """Pushes that slime itself makes. `push` only examines the engines.
-
-    expected  fingerprints of what was pushed, to be set before
-    """
+    """Pushes that slime itself makes. `push` only examines the engines. Set `expected` before the first one."""
 
     def push(
         self, version: int, source: Any, scope: Scope = "all", only: Sequence[str] | None = None
@@ -60,14 +56,9 @@ class SlimePushes(Pusher):
 
     def _examined(self, engine: Any, version: int) -> EngineReport:
         difference = self.compare_with(engine)
-        return EngineReport(0, _stamp(engine.version(), version), difference)
-
-
-def _stamp(found: str, version: int) -> str:
-    """Return why an engine does not have `version`; "" if it has."""
-    if found == str(version):
-        return ""
-    return f"names version {found or 'none'}, expected {version}"
+        found = engine.version()
+        error = "" if found == str(version) else f"names version {found}, expected {version}"
+        return EngineReport(0, error, difference)
 
 
 def after_push(
@@ -76,34 +67,17 @@ def after_push(
     version: int,
     is_drafter: Callable[[str], bool],
     push_again: Callable[[], Fingerprints] | None = None,
-    api_key: str = "",
 ) -> dict[str, float]:
     """Check that every engine reports `version` and holds exactly what was `sent`; otherwise push once more.
 
     Some engines cannot report what they hold: drafters of families that `served_weights.py` has no names for, and
     quantised weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
-    Engines without the plugin report neither, and are not checked.
 
     `push_again` pushes everything to all engines, under the same version, and returns what it sent; None if the push
     cannot be repeated. `contract.judged` decides what follows. Returns `health/*`. Raises HealthError, one line with
     engines and tensors, if a target may be wrong: training must not use samples of such an engine.
     """
-    engines: dict[str, RolloutEngine] = {url: SlimeEngine(url, api_key) for url in urls}
-    described, errors = ask_all(engines, lambda engine: engine.describe())
-    unchecked = [url for url, error in errors.items() if isinstance(error, RefusedError)]
-    for url in unchecked:
-        logger.warning("rlspec: what this engine holds cannot be checked: %s", errors[url])
-        del engines[url]
-    metrics = {
-        # report what their loaders were given, but not what they hold
-        "health/engines_by_delivery": float(sum(bool(d["unnamed"]) for d in described.values())),
-        # report neither
-        "health/unchecked_engines": float(len(unchecked)),
-    }
-    if not engines:
-        return Verdict({}, ()).metrics() | metrics
-
-    pushes = SlimePushes(engines)
+    pushes = SlimePushes({url: SlimeEngine(url) for url in urls})
     pushes.expected = dict(sent)
     health = Health(
         pushes,
@@ -116,10 +90,10 @@ def after_push(
     wrong = [summary(record) for record in verdict.records if record["action"] == "drop"]
     if wrong:
         raise HealthError("; ".join(wrong))
-    return verdict.metrics() | metrics
+    return verdict.metrics()
 
 
-def described(hf_checkpoint: str, eagle3: str) -> dict[str, Any]:
+def described(hf_checkpoint: str, eagle3: str = "") -> dict[str, Any]:
     """Return config.json of a policy, with that of its EAGLE-3 drafter in the directory `eagle3`, if there is one."""
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
     if eagle3:

@@ -29,8 +29,3 @@ def read_flags(arguments: Sequence[str]) -> dict[str, str | None]:
 def whole_number(value: str | None) -> int | None:
     """Return a flag's whole number; None for anything else, which slime's own parser refuses."""
     return int(value) if value and value.isdigit() else None
-
-
-def engine_gpus(given: Flags) -> int:
-    """Return the number of GPUs of an engine, which is its tensor-parallel size."""
-    return whole_number(given.get("--rollout-num-gpus-per-engine")) or 1

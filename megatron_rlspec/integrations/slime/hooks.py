@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +25,13 @@ from slime.backends.megatron_utils import model_provider as slime_provider
 from slime.utils.misc import load_function
 
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.integrations.slime.batch import micro_batch, sample_weights, trained_tokens
+from megatron_rlspec.integrations.slime.batch import micro_batch, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import SlimeMTP
 from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
+from megatron_rlspec.integrations.slime.engines import described
 from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.integrations.slime.refusals import HIDDEN_MTP
 from megatron_rlspec.integrations.slime.seeds import sampling_seed
-from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.speculation.acceptance import Prediction, added
 from megatron_rlspec.train import checkpoint
 
@@ -50,7 +49,6 @@ def init(args: Namespace) -> None:
         load_function(users)(args)
     slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
     slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
-    slime_provider.freeze_model_params = _after(slime_provider.freeze_model_params, _freeze_drafter)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
     # Otherwise nothing is pushed, and SGLang, which updates need, may be missing.
@@ -70,31 +68,14 @@ def model_provider(
     users = options.user_functions.get("--custom-model-provider-path")
     without_ours = Namespace(**{**vars(args), "custom_model_provider_path": users})
     build = slime_provider._get_model_provider_func(without_ours, "actor")
-    given: dict[str, Any] = {"pre_process": pre_process, "post_process": post_process}
-    if "vp_stage" in inspect.signature(build).parameters:
-        given["vp_stage"] = vp_stage
-    model = build(**given)
+    model = build(pre_process=pre_process, post_process=post_process)
     if options.drafter.kind == "eagle3":
         _drafter = SlimeEagle3(model, options, args)
     elif getattr(model, "mtp_process", False):
-        _drafter = SlimeMTP(model, options, args, _zero_first_embedding(args.hf_checkpoint))
+        _drafter = SlimeMTP(model, options, args, described(args.hf_checkpoint))
     elif post_process:
         raise ValueError(f"{type(model).__name__} {HIDDEN_MTP}")
     return model
-
-
-def _zero_first_embedding(hf_checkpoint: str) -> bool:
-    """Return whether the drafter of this model's family reads zeros as the embedding at position 0."""
-    config = json.loads(Path(hf_checkpoint, "config.json").read_text())
-    family = FAMILIES.get(config["architectures"][0])
-    return family is not None and family.zero_first_embedding
-
-
-def _freeze_drafter(result: Any, *_: Any, **__: Any) -> Any:
-    """Freeze the MTP layers again: `--only-train-params-name-list` thaws parameters by their names."""
-    if isinstance(_drafter, SlimeMTP):
-        _drafter.model.mtp.requires_grad_(False)
-    return result
 
 
 def _eagle3_tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,9 +97,7 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     directory = None
     if not args.finetune:
         directory = Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
-    # Under --release-train slime makes train ranks anew after each rollout, and counts versions on from this one.
-    begins = not getattr(args, "update_weight_start_version", 0)
-    if dist.get_rank() == 0 and begins:
+    if dist.get_rank() == 0:
         slime_state.hand_on(directory, Options.from_args(args).folder)
     if directory is not None:
         _load_drafter(directory, args)
@@ -146,10 +125,11 @@ def _load_drafter(directory: Path, args: Namespace) -> None:
     if _drafter is not None and any(directory.glob("drafter-*")):
         learners = _drafter.learners
     checkpoint.load(directory, learners, _layout(args), generators=False)
-    if isinstance(_drafter, SlimeEagle3) and not learners:
-        _drafter.read(directory)
-    if _drafter is not None:
-        _drafter.copy_weights()
+    if isinstance(_drafter, SlimeEagle3):
+        if learners:
+            _drafter.copy_weights()
+        else:
+            _drafter.read(directory)
 
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
@@ -191,23 +171,15 @@ def _with_fields(get_batch: Callable) -> Callable:
     """Return slime's `get_batch`, which also gives the drafter what it learns from."""
 
     @functools.wraps(get_batch)
-    def wrapped(
-        data_iterator: Any,
-        keys: Sequence[str],
-        pad_multiplier: int = 128,
-        allgather_cp: bool = False,
-    ) -> Any:
+    def wrapped(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         drafter = _drafter
-        if drafter is None or not (drafter.ready and drafter.due and torch.is_grad_enabled()):
-            return get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
+        if drafter is None or not (drafter.ready and torch.is_grad_enabled()):
+            return get_batch(data_iterator, *args, **kwargs)
         samples = data_iterator.micro_batch_indices[data_iterator.offset]
-        batch = get_batch(data_iterator, keys, pad_multiplier, allgather_cp)
-        weights = _weights(data_iterator.rollout_data)
+        batch = get_batch(data_iterator, *args, **kwargs)
         seeds = _seeds(data_iterator.rollout_data)
-        sequences = micro_batch(
-            batch, [weights[i] for i in samples], [seeds[i] for i in samples if seeds]
-        )
-        drafter.add(sequences, "contiguous" if allgather_cp else "zigzag")
+        sequences = micro_batch(batch, [seeds[i] for i in samples if seeds])
+        drafter.add(sequences)
         return batch
 
     return wrapped
@@ -231,9 +203,8 @@ def _around_step(train_one_step: Callable) -> Callable:
         samples: list[int] = []
         for indices in iterator.micro_batch_indices[iterator.offset :][:micro_batches]:
             samples += indices
-        weights = _weights(iterator.rollout_data)
         depth = _drafter.settings.depth
-        _drafter.begin_step(trained_tokens(iterator.rollout_data, samples, depth, weights))
+        _drafter.begin_step(trained_tokens(iterator.rollout_data, samples, depth))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.end_step()
         _fill_tracker(metrics, micro_batches)
@@ -241,11 +212,6 @@ def _around_step(train_one_step: Callable) -> Callable:
         return {**losses, **metrics}, grad_norm
 
     return wrapped
-
-
-def _weights(rollout_data: Mapping[str, Any]) -> list[float]:
-    assert _drafter is not None
-    return sample_weights(rollout_data, _drafter.settings.reward_weight)
 
 
 def _seeds(rollout_data: Mapping[str, Any]) -> list[int]:

@@ -23,7 +23,7 @@ from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime import refusals
-from megatron_rlspec.integrations.slime.flags import DRAFT_MODEL, NUM_STEPS, read_flags
+from megatron_rlspec.integrations.slime.flags import DRAFT_MODEL, read_flags
 from megatron_rlspec.integrations.slime.plan import ADAPTIVE, Additions, plan
 
 DRIVERS = ("train.py", "train_async.py")
@@ -31,11 +31,6 @@ DRIVERS = ("train.py", "train_async.py")
 DRAFTER = (
     *("kind", "path", "train"),
     *("depth", "loss", "depth_decay", "lr", "warmup_steps"),
-    *("reward_weight", "update_every"),
-)
-MISSING = (
-    "SGLang 0.5.15.post1 has no EAGLE-3 drafters and SGLang's own FlashInfer plans; "
-    "SGLang 0.5.23 has ours, and needs torch 2.14.1 and CUDA 13"
 )
 CONFIG = "--custom-config-path"
 RUNTIME = "--runtime-env-json"
@@ -49,24 +44,18 @@ def parser() -> arguments.Parser:
         description="run slime's own command line with a trained drafter and speculating engines.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example="rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN ...",
-        first=("--num-steps", "--folder", "--dry-run"),
+        first=("--candidate-steps", "--folder", "--dry-run"),
     )
     for name in DRAFTER:
         option = DrafterConfig.model_fields[name]
         p.add_argument(
             f"--drafter.{name}", dest=name, help=f"{option.description} ({option.default})"
         )
-    spec = SpecSection()
-    steps = ",".join(map(str, spec.candidate_steps))
+    steps = ",".join(map(str, SpecSection().candidate_steps))
     p.add_argument(
         "--candidate-steps",
         type=arguments.distinct_integers(0, MOST_DRAFTS),
         help=f"steps the engines may choose from ({steps}; where SGLang does not adapt them, the number at the start)",
-    )
-    p.add_argument(
-        "--num-steps",
-        type=arguments.integer(0, MOST_DRAFTS),
-        help=f"steps that SGLang is launched with ({NUM_STEPS} of the command, or {spec.num_steps})",
     )
     p.add_argument(
         "--verifier",
@@ -92,20 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     slime_arguments = command[driver_index(command) + 1 :]
     given = read_flags(slime_arguments)
     drafter = _drafter_section(options, given.get(DRAFT_MODEL))
-    added = plan(
-        slime_arguments,
-        drafter,
-        options.candidate_steps,
-        options.num_steps,
-        options.verifier,
-    )
-    old = version("sglang") == "0.5.15.post1"
+    added = plan(slime_arguments, drafter, options.candidate_steps, options.verifier)
     if drafter.kind == "eagle3":
-        if old:
-            raise ConfigError(f"--drafter.kind eagle3: {MISSING}")
+        if version("sglang") == "0.5.15.post1":
+            raise ConfigError(
+                "--drafter.kind eagle3: SGLang 0.5.15.post1 has no EAGLE-3 drafters; SGLang 0.5.23 has them, and "
+                "needs torch 2.14.1 and CUDA 13"
+            )
         added.environment |= refusals.refuse_unfit_eagle3(given, drafter.path)
-    if old:
-        added.notes.append(MISSING)
     completed = complete(command, added, Path(options.folder).absolute())
     _print_additions(added)
     if options.dry_run:

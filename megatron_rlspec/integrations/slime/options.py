@@ -19,20 +19,20 @@ class Options(BaseModel, frozen=True):
 
     drafter          section `[drafter]`
     candidate_steps  draft steps of a round that engines choose from; acceptance is predicted for those above 0
-    folder           files that train ranks and the RolloutManager exchange; None: they exchange none
+    folder           for the files that train ranks and the RolloutManager exchange
     user_functions   slime's flag -> the user's own function, which ours calls
     """
 
+    folder: Path
     drafter: DrafterConfig = DrafterConfig()
     candidate_steps: tuple[int, ...] = SpecSection().candidate_steps
     verifier: Verifier = "target_only"
-    folder: Path | None = None
     user_functions: dict[str, str] = {}
 
     @classmethod
     def from_args(cls, args: Any) -> Options:
         """Read `args.rlspec`."""
-        return cls.model_validate(getattr(args, "rlspec", {}))
+        return cls.model_validate(args.rlspec)
 
 
 def rollout_sampling(args: Any) -> Sampling:

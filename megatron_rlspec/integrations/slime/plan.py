@@ -13,7 +13,6 @@ from megatron_rlspec.integrations.slime.flags import (
     NUM_STEPS,
     SAMPLER,
     Flags,
-    engine_gpus,
     read_flags,
     whole_number,
 )
@@ -33,16 +32,9 @@ FUNCTIONS = {
     "--custom-rollout-log-function-path": f"{ROLLOUT}.log_rollout",
 }
 ADAPTIVE = "--sglang-speculative-adaptive"
-# Under these flags SGLang keeps the number of steps it starts with (`adaptive_unsupported_reason`). It only warns.
-FIXED = (
-    "--sglang-enable-two-batch-overlap",
-    "--sglang-enable-multi-layer-eagle",
-    "--sglang-enable-pdmux",
-)
-EXTERNAL = "--rollout-external-engine-addrs"
 DELTA_NET = "--attention-output-gate"  # slime's models with delta nets have it, and no other
 # Attention that is not unrolled: `SlimeMTP` trains one depth through Megatron's own layer.
-ONE_DEPTH = ("--multi-latent-attention", DELTA_NET, "--allgather-cp")
+ONE_DEPTH = ("--multi-latent-attention", DELTA_NET)
 # Flags that name the largest batch of a CUDA graph, the first that is given.
 MAX_BATCH = (
     "--sglang-cuda-graph-max-bs-decode",
@@ -78,14 +70,12 @@ def plan(
     arguments: Sequence[str],
     drafter: DrafterConfig,
     candidate_steps: Sequence[int] | None = None,
-    num_steps: int | None = None,
     verifier: Verifier | None = None,
 ) -> Additions:
     """Decide what to add to `arguments`, which follow slime's driver.
 
     drafter          section [drafter]; a depth that is not set follows from the attention
     candidate_steps  that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
-    num_steps        that SGLang starts with; None: the command's own, or the default
     verifier         None: position_keyed, which gives each sample a seed, where the engines can do it
 
     Raises ConfigError if slime's own flags contradict it.
@@ -93,14 +83,11 @@ def plan(
     given = read_flags(arguments)
     refusals.refuse(given, drafter)
     added = Additions()
-    verifier = verifier or _verifier(given, added.notes)
+    verifier = _verifier(given, verifier, added.notes)
     if verifier == "position_keyed":
-        reason = refusals.why_not_keyed(given)
-        if reason:
-            raise ConfigError(f"--verifier position_keyed: {reason}; give --verifier target_only")
         added.add_flag(given, SAMPLER, "pytorch")
     fixed = _why_fixed(given)
-    start = _starting_steps(given, num_steps, candidate_steps)
+    start = _starting_steps(given, candidate_steps)
     candidates = _candidates(candidate_steps, start, fixed)
     if fixed:
         added.notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
@@ -146,17 +133,11 @@ def _add_speculation(
     added.add_flag(given, "--sglang-speculative-num-draft-tokens", str(start + 1))
 
 
-def _starting_steps(
-    given: Flags, num_steps: int | None, candidate_steps: Sequence[int] | None
-) -> int:
-    """Return the draft steps at the start. Raises ConfigError if two of them are given."""
+def _starting_steps(given: Flags, candidate_steps: Sequence[int] | None) -> int:
+    """Return the draft steps at the start: the command's own, the only candidate, or the default."""
     theirs = whole_number(given.get(NUM_STEPS))
-    if num_steps is not None and theirs is not None and num_steps != theirs:
-        raise ConfigError(f"--num-steps {num_steps}, but {NUM_STEPS} {theirs}; give one of them")
     if theirs is not None:
         return theirs
-    if num_steps is not None:
-        return num_steps
     if candidate_steps is not None and len(candidate_steps) == 1:
         return candidate_steps[0]
     return SpecSection().num_steps
@@ -180,13 +161,13 @@ def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -
     return sorted(candidate_steps)
 
 
-def _verifier(given: Flags, notes: list[str]) -> Verifier:
-    """Return the default verifier of these engines. A line of `notes` says why it is not position_keyed."""
+def _verifier(given: Flags, asked: Verifier | None, notes: list[str]) -> Verifier:
+    """Return the verifier. A line of `notes` says why the default is not position_keyed. Raises ConfigError."""
     reason = refusals.why_not_keyed(given)
-    if EXTERNAL in given:
-        reason = f"engines of {EXTERNAL} have the verifier of their own environment"
-    if not reason:
-        return "position_keyed"
+    if asked == "position_keyed" and reason:
+        raise ConfigError(f"--verifier position_keyed: {reason}; give --verifier target_only")
+    if asked or not reason:
+        return asked or "position_keyed"
     notes.append(f"the verifier is target_only, so texts depend on drafts: {reason}")
     return "target_only"
 
@@ -196,12 +177,6 @@ def _why_fixed(given: Flags) -> str:
     flag = refusals.attention_ranks(given)
     if flag:
         return f"under {flag} SGLang does not adapt it"
-    for flag in FIXED:
-        if flag in given and given[flag] != "1":
-            return f"under {flag} SGLang does not adapt it"
-    topk = given.get("--sglang-speculative-eagle-topk", "1")
-    if topk != "1":
-        return f"SGLang adapts chains only, not --sglang-speculative-eagle-topk {topk}"
     if DELTA_NET in given:
         return "a changing number was never tested with the state of this model's delta nets"
     return ""
@@ -223,7 +198,8 @@ def _depth(given: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
 
 def _captured_graphs(given: Flags, candidates: Sequence[int]) -> dict[str, Any]:
     """Return the step counts from each batch size on for which SGLang captures CUDA graphs."""
-    max_batch = 512 if engine_gpus(given) >= 4 else 256  # SGLang's own on GPUs above 60 GiB
+    gpus = whole_number(given.get("--rollout-num-gpus-per-engine")) or 1
+    max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
     for flag in reversed(MAX_BATCH):
         max_batch = whole_number(given.get(flag)) or max_batch
     layers = whole_number(given.get("--num-layers"))

@@ -1,6 +1,6 @@
 """The health contract around slime's own weight updates, on its train ranks.
 
-`wrap()` wraps `update_weights` of slime's updaters (CUDA IPC, NCCL, disk deltas). Tensors are fingerprinted where the
+`wrap()` wraps `update_weights` of slime's updaters (CUDA IPC, NCCL, disk). Tensors are fingerprinted where the
 updater has them under the checkpoint's names. Afterwards rank 0 asks every engine what it holds. A second push is
 collective, like the first: rank 0 decides, and the others follow. The full disk update ends in slime's
 driver, after these ranks have finished: its fingerprints are written beside its files, for `rollout.py`.
@@ -51,14 +51,7 @@ def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
         distributed._iter_non_expert_chunks = _with_chunk(
             distributed._iter_non_expert_chunks, eagle3, only_first=True
         )
-    if args.update_weight_mode == "delta":
-        from slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta import (
-            UpdateWeightFromDiskDelta as FromDelta,
-        )
-
-        FromDelta._iter_hf_tensors = _noting_chunks(FromDelta._iter_hf_tensors, single=True)
-        FromDelta.update_weights = checked(FromDelta.update_weights, repeatable=False)
-    elif args.update_weight_transport == "disk":
+    if args.update_weight_transport == "disk":
         iterator.get_hf_weight_chunks = _noting_chunks(iterator.get_hf_weight_chunks)
         updater = from_disk.UpdateWeightFromDisk
         updater.update_weights = _noting_for_driver(updater.update_weights)
@@ -71,19 +64,13 @@ def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
         distributed.update_weights = checked(distributed.update_weights)
 
 
-def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
-    """Return slime's `update_weights`, followed by the contract: HealthError on rank 0, and PushError on the others.
-
-    `repeatable`: a second call sends the same tensors again. A stream of deltas does not.
-    """
+def checked(update_weights: Callable) -> Callable:
+    """Return slime's `update_weights`, followed by the contract: HealthError on rank 0, and PushError on the others."""
 
     @functools.wraps(update_weights)
     def wrapped(updater: Any) -> None:
         before = updater.weight_version
         sent = _push(update_weights, updater)
-        # The first call of a delta update takes a snapshot and sends nothing.
-        if updater.weight_version == before:
-            return
 
         def export_again(scope: Scope) -> Any:
             updater.weight_version = before  # the same weights, hence the same version
@@ -92,24 +79,18 @@ def checked(update_weights: Callable, repeatable: bool = True) -> Callable:
         metrics: list[Any] = [None]
         with exporting(export_again, _number) as source:
             if source is not None:
-                metrics[0] = _check(updater, sent, source if repeatable else None)
+                metrics[0] = _check(updater, sent, lambda: dict(source("all")))
         dist.broadcast_object_list(metrics, src=0, group=get_gloo_group())
         updater.update_weight_metrics.update(metrics[0])
 
     return wrapped
 
 
-def _check(updater: Any, sent: dict[str, int], source: Any) -> dict[str, float]:
-    """Check every engine, on rank 0; `source` pushes again, if it is not None. Returns metrics."""
+def _check(updater: Any, sent: dict[str, int], push_again: Any) -> dict[str, float]:
+    """Check every engine, on rank 0. Returns metrics."""
     args = updater.args
-    return after_push(
-        _urls(updater),
-        sent,
-        updater.weight_version,
-        drafter_test(args.hf_checkpoint, Options.from_args(args).drafter.path),
-        source and (lambda: dict(source("all"))),
-        getattr(args, "sglang_api_key", None) or "",
-    )
+    is_drafter = drafter_test(args.hf_checkpoint, Options.from_args(args).drafter.path)
+    return after_push(_urls(updater), sent, updater.weight_version, is_drafter, push_again)
 
 
 def _number(value: int) -> int:
@@ -186,13 +167,13 @@ def only_sent_here(
     return [(name, tensor) for name, tensor in tensors if plan and ".experts." in name]
 
 
-def _noting_chunks(chunks: Callable, single: bool = False) -> Callable:
-    """Return `chunks`, which also fingerprints the tensors of each chunk, or the `single` one that it yields."""
+def _noting_chunks(chunks: Callable) -> Callable:
+    """Return `chunks`, which also fingerprints the tensors of each chunk."""
 
     @functools.wraps(chunks)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         for chunk in chunks(*args, **kwargs):
-            _note([chunk] if single else chunk)
+            _note(chunk)
             yield chunk
 
     return wrapped

@@ -21,56 +21,64 @@ from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, REJECTION
 
 ALGORITHM = "--sglang-speculative-algorithm"
-MULTI_LAYER = "--sglang-enable-multi-layer-eagle"
-UNSUPPORTED = {
-    "--sglang-enable-mixed-chunk": MIXED_CHUNK,
-    "--sglang-speculative-use-rejection-sampling": REJECTION,
-}
 REMOVE = "remove the flag, or run slime without rlspec"
 HIDDEN_MTP = (
     "holds no MTP layer itself, so slime would train it with the policy; run slime without rlspec"
 )
-LOSSY = (
-    "--sglang-speculative-accept-threshold-single",
-    "--sglang-speculative-accept-threshold-acc",
-)
-VIRTUAL_STAGES = (
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
-)
+_NEVER_RUN = "never run with a drafter that is trained"
+_STAGES = "virtual pipeline stages are not supported with a drafter"
+_LOSSY = "accepts tokens the policy would not draw"
+# A flag of slime -> the values that it may have, and why. Without values, the flag may not be given.
+Limits = dict[str, tuple[tuple[str, ...], str]]
+LIMITS: Limits = {
+    "--prefill-num-servers": (("0",), APART),
+    "--sglang-enable-mixed-chunk": ((), MIXED_CHUNK),
+    "--sglang-speculative-use-rejection-sampling": ((), REJECTION),
+    "--sglang-enable-two-batch-overlap": ((), _NEVER_RUN),
+    "--sglang-enable-multi-layer-eagle": ((), _NEVER_RUN),
+    "--sglang-enable-pdmux": ((), _NEVER_RUN),
+    "--sglang-speculative-eagle-topk": (("1",), "drafts are chains"),
+    "--sglang-speculative-accept-threshold-single": (("1.0", "1"), _LOSSY),
+    "--sglang-speculative-accept-threshold-acc": (("1.0", "1"), _LOSSY),
+    "--num-layers-per-virtual-pipeline-stage": ((), _STAGES),
+    "--num-virtual-stages-per-pipeline-rank": ((), _STAGES),
+    "--update-weight-mode": (("full",), "engines are compared with full updates"),
+    "--fp16": ((), "the drafter is trained in bfloat16 or float32"),
+    "--allgather-cp": ((), "the drafter learns from sequences that are split in zigzag"),
+    "--release-train": ((), _NEVER_RUN),
+}
+MTP_LIMITS: Limits = {
+    ALGORITHM: (
+        ("EAGLE", "NEXTN"),
+        "not for MTP layers, and --drafter.kind eagle3 is for a drafter of its own",
+    ),
+    "--mtp-num-layers": (("1",), "rlspec repeats one layer"),
+    "--only-train-params-name-list": ((), "it would let the policy's optimizer train the drafter"),
+}
+EAGLE3_LIMITS: Limits = {
+    ALGORITHM: (("EAGLE3",), "--drafter.kind is eagle3"),
+    "--mtp-num-layers": ((), "--drafter.kind eagle3 trains no MTP layer"),
+}
 
 
 def refuse(given: Flags, drafter: DrafterConfig) -> None:
     """Raise ConfigError for flags of slime that this drafter cannot be trained or served with."""
-    servers = given.get("--prefill-num-servers")
-    if servers not in (None, "0"):
-        raise ConfigError(f"--prefill-num-servers {servers}: {APART}; {REMOVE}")
+    beside = EAGLE3_LIMITS if drafter.kind == "eagle3" else MTP_LIMITS
+    for flag, (values, why) in {**LIMITS, **beside}.items():
+        if flag in given and given[flag] not in values:
+            remedy = f"set {values[0]}" if values else REMOVE
+            shown = f"{flag} {given[flag]}" if given[flag] else flag
+            raise ConfigError(f"{shown}: {why}; {remedy}")
     engines = given.get("--sglang-config") or ""
     if _prefills_apart(engines):
         raise ConfigError(f"--sglang-config {engines}: {APART}; {REMOVE}")
     if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
         raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN_MTP}")
-    if "--fp16" in given:
+    served = given.get(DRAFT_MODEL)
+    if drafter.kind == "eagle3" and served and str(Path(served).absolute()) != drafter.path:
         raise ConfigError(
-            "--fp16: the drafter is trained in bfloat16 or float32; expected --bf16, or run slime without rlspec"
+            f"{DRAFT_MODEL} {served}, but --drafter.path {drafter.path}; give one of them"
         )
-    for flag, why in UNSUPPORTED.items():
-        if flag in given:
-            raise ConfigError(f"{flag}: {why}; {REMOVE}")
-    for flag in LOSSY:
-        if given.get(flag) not in (None, "1", "1.0"):
-            raise ConfigError(
-                f"{flag} {given[flag]} accepts tokens the policy would not draw; set 1.0"
-            )
-    for flag in VIRTUAL_STAGES:
-        if flag in given:
-            raise ConfigError(
-                f"{flag}: virtual pipeline stages are not supported with a drafter; remove the flag"
-            )
-    if drafter.kind == "eagle3":
-        _refuse_beside_eagle3(given, drafter)
-    else:
-        _refuse_beside_mtp(given)
     _refuse_expert_copies(given)
 
 
@@ -83,43 +91,6 @@ def _prefills_apart(path: str) -> bool:
             if group["worker_type"] in ("prefill", "decode"):
                 return True
     return False
-
-
-def _refuse_beside_mtp(given: Flags) -> None:
-    algorithm = given.get(ALGORITHM)
-    if algorithm not in (None, "EAGLE", "NEXTN"):
-        remedy = "set EAGLE"
-        if algorithm == "EAGLE3":
-            remedy = "set EAGLE; for a drafter of its own give --drafter.kind eagle3"
-        raise ConfigError(f"{ALGORITHM} {algorithm} does not draft with the MTP layer; {remedy}")
-    if given.get("--mtp-num-layers", "1") != "1":
-        raise ConfigError(
-            f"--mtp-num-layers {given['--mtp-num-layers']}: rlspec repeats one layer; set 1"
-        )
-
-
-def _refuse_beside_eagle3(given: Flags, drafter: DrafterConfig) -> None:
-    algorithm = given.get(ALGORITHM)
-    if algorithm not in (None, "EAGLE3"):
-        raise ConfigError(f"{ALGORITHM} {algorithm} with --drafter.kind eagle3; set EAGLE3")
-    served = given.get(DRAFT_MODEL)
-    if served is not None and str(Path(served).absolute()) != drafter.path:
-        raise ConfigError(
-            f"{DRAFT_MODEL} {served}, but --drafter.path {drafter.path}; give one of them"
-        )
-    layers = given.get("--mtp-num-layers")
-    if layers:
-        raise ConfigError(
-            f"--mtp-num-layers {layers}: --drafter.kind eagle3 trains no MTP layer; remove the flag"
-        )
-    if given.get("--update-weight-mode") == "delta":
-        raise ConfigError(
-            "--update-weight-mode delta: an EAGLE-3 drafter is pushed in full updates only; expected full"
-        )
-    if "--allgather-cp" in given:
-        raise ConfigError(
-            "--allgather-cp with --drafter.kind eagle3 is not implemented; remove the flag"
-        )
 
 
 def _refuse_expert_copies(given: Flags) -> None:
@@ -153,11 +124,6 @@ def why_not_keyed(given: Flags) -> str:
     flag = attention_ranks(given)
     if flag:
         return f"position_keyed was never run with {flag}"
-    if MULTI_LAYER in given:
-        return f"{MULTI_LAYER} drafts without the seeds of position_keyed"
-    topk = given.get("--sglang-speculative-eagle-topk", "1")
-    if topk != "1":
-        return f"--sglang-speculative-eagle-topk {topk}: position_keyed drafts chains only"
     # Other samplers end an engine at a seed beside top-p or top-k.
     sampler = given.get(SAMPLER, "pytorch")
     if sampler != "pytorch":

@@ -91,7 +91,7 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
     """Check what engines hold after a full update through the disk; take training's prediction; run canaries."""
     global _speculation
     options = Options.from_args(args)
-    if args.update_weight_mode == "full" and args.update_weight_transport == "disk":
+    if urls and args.update_weight_transport == "disk":
         _check_disk_update(args, urls, options)
     if _speculation is None and urls:
         _speculation = make_speculation(args, urls, options)
@@ -112,7 +112,6 @@ def _check_disk_update(args: Namespace, urls: Sequence[str], options: Options) -
         push["sent"],
         push["version"],
         drafter_test(args.hf_checkpoint, options.drafter.path),
-        api_key=_api_key(args),
     )
     _metrics.update(health)
     _checked_version = push["version"]
@@ -122,9 +121,7 @@ def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> No
     """Learn from this rollout, set every engine's rule, and save the result for slime's next checkpoint."""
     if _speculation is None:
         return
-    accepted = acceptance.metrics(sample.spec_info for sample in samples)
-    delivered = accepted.get("accept_length", math.nan)
-    _metrics.update(_speculation.after_rollout(urls, delivered))
+    _metrics.update(_speculation.after_rollout(urls, acceptance.of_samples(samples)))
     folder = Options.from_args(args).folder
     slime_state.write_rollouts(folder, _speculation.learning.state())
 
@@ -133,9 +130,8 @@ def make_speculation(
     args: Namespace, urls: Sequence[str], options: Options
 ) -> SlimeDraftRule | None:
     """Make the run's `SlimeDraftRule` from its checkpoint. None if an engine cannot switch or be reached."""
-    api_key = _api_key(args)
     try:
-        engines = {url: SlimeEngine(url, api_key).describe() for url in urls}
+        engines = {url: SlimeEngine(url).describe() for url in urls}
     except EngineError as error:
         # It is tried again before the next rollout; slime restarts engines itself.
         logger.warning("rlspec: the engines' speculation stays as they were started: %s", error)
@@ -160,7 +156,7 @@ def make_speculation(
     if state := slime_state.read_rollouts(options.folder):
         if lost := learning.restore(state):
             logger.warning("rlspec: %s", lost)
-    return SlimeDraftRule(learning, configs, api_key=api_key)
+    return SlimeDraftRule(learning, configs)
 
 
 def engine_urls(args: Namespace) -> list[str]:
@@ -175,18 +171,14 @@ def engine_urls(args: Namespace) -> list[str]:
     return sorted(worker["url"] for worker in answer.json()["workers"])
 
 
-def _api_key(args: Namespace) -> str:
-    return getattr(args, "sglang_api_key", None) or ""
-
-
 def log_rollout(
     rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float
 ) -> bool:
     """Log acceptance by slime's own logging, then call the user's function (`--custom-rollout-log-function-path`)."""
-    metrics: dict[str, Any] = {}
-    for name, value in acceptance.metrics(sample.spec_info for sample in samples).items():
-        metrics[f"rollout/{name}"] = value
-    metrics |= _metrics
+    metrics: dict[str, Any] = dict(_metrics)
+    delivered = acceptance.of_samples(samples)
+    if not math.isnan(delivered):
+        metrics["rollout/accept_length"] = delivered
     _metrics.clear()
     if metrics:
         logger.info("rollout %d: %s", rollout_id, metrics)

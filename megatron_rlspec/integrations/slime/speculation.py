@@ -4,7 +4,7 @@
     speculation.expect(prediction)                    training's prediction of the next rollout
     speculation.canary(urls, prompts, sampling)       if weights are new
     speculation.before_rollout(urls)                  set every engine's rule
-    speculation.after_rollout(urls)                   learn, and set every engine's rule
+    speculation.after_rollout(urls)                   learn
     speculation.forget(urls)                          instead of `after_rollout`, after an evaluation
 
 Each returns metrics. `urls` as in `engines.py`. An engine that does not answer is left out; slime restarts engines
@@ -41,11 +41,9 @@ class SlimeDraftRule(DraftRule):
         learning: Learning,
         configs: Iterable[SpecConfig] = (),
         settings: HealthSettings | None = None,
-        api_key: str = "",
     ) -> None:
         """`configs`: the configurations that the engines report they can run; a canary uses one of them."""
         super().__init__(learning)
-        self.api_key = api_key
         settings = settings or HealthSettings()
         steps = [c.num_steps for c in configs if c.num_steps <= settings.canary_steps]
         self._chain = SpecConfig(max(steps, default=0))  # of canaries
@@ -57,7 +55,7 @@ class SlimeDraftRule(DraftRule):
         return _slime_names(self.learning.expect(prediction))
 
     def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Set every engine's rule from the prediction of `expect`. Returns `health/unreachable_engines`."""
+        """Set every engine's rule, by all rollouts before and `expect`. Returns `health/unreachable_engines`."""
         told = self._engines(urls)(self.set)
         return {"health/unreachable_engines": float(len(urls) - len(told))}
 
@@ -74,7 +72,7 @@ class SlimeDraftRule(DraftRule):
             return {}
         answered = self._engines(urls)(self._canary_version)
         versions = {url: version for url, version in answered.items() if version is not None}
-        engines = {url: SlimeEngine(url, self.api_key) for url in versions}
+        engines = {url: SlimeEngine(url) for url in versions}
         seconds = self._canary.seconds
         results = self._canary.run(
             engines,
@@ -104,24 +102,22 @@ class SlimeDraftRule(DraftRule):
         return metrics | {"health/canary_failures": float(failures)}
 
     def after_rollout(self, urls: Sequence[str], delivered: float = math.nan) -> dict[str, float]:
-        """Gather every engine's rounds, learn from all of them, and set every engine's rule from the result.
+        """Gather every engine's rounds, and learn from all of them. `before_rollout` sets the rule that results.
 
-        Returns `rollout/spec_*`, `predict/*` (the prediction compared with this rollout) and `health/*`. `delivered` as
-        for `observe`.
+        Returns `rollout/spec_*` and `predict/*`, the prediction compared with this rollout. `delivered` as for
+        `observe`.
         """
         rounds, reports = self.gather(self._engines(urls))
-        metrics: dict[str, float] = {}
-        if any(of_engine for _, of_engine in rounds):
-            metrics = _slime_names(self.observe(rounds, reports, delivered))
-        told = self._engines([url for url, _ in rounds])(self.set)
-        return metrics | {"health/unreachable_engines": float(len(urls) - len(told))}
+        if not any(of_engine for _, of_engine in rounds):
+            return {}
+        return _slime_names(self.observe(rounds, reports, delivered))
 
     def forget(self, urls: Sequence[str]) -> None:
         """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""
         self.gather(self._engines(urls))
 
     def _engines(self, urls: Collection[str]) -> Everywhere:
-        return partial(answers, {url: SlimeEngine(url, self.api_key) for url in urls})
+        return partial(answers, {url: SlimeEngine(url) for url in urls})
 
     def _canary_version(self, engine: Any) -> int | None:
         """Return the version for which to run a canary; None if it ran already, or must not run."""

@@ -19,16 +19,14 @@ ROLLOUTS = "rollouts.json"
 SENT = "rlspec-sent.json"
 
 
-def write_prediction(folder: Path | None, rollout_id: int, prediction: Prediction) -> None:
-    if folder is None:
-        return
+def write_prediction(folder: Path, rollout_id: int, prediction: Prediction) -> None:
     content = {"after_rollout": rollout_id, "sums": prediction.sums()}
     files.write(folder / PREDICTION, json.dumps(content))
 
 
-def read_prediction(folder: Path | None, rollout_id: int) -> Prediction | None:
+def read_prediction(folder: Path, rollout_id: int) -> Prediction | None:
     """Read the prediction of training on rollouts before `rollout_id`; None if there is none yet."""
-    written = _read(folder, PREDICTION)
+    written = _read(folder / PREDICTION)
     if written is None or written["after_rollout"] >= rollout_id:
         return None
     return Prediction.of_sums(*written["sums"])
@@ -40,29 +38,24 @@ def write_sent(args: Any, version: int, sent: dict[str, int]) -> None:
 
 
 def read_sent(args: Any) -> dict[str, Any] | None:
-    return _read(Path(args.update_weight_disk_dir), SENT)
+    return _read(Path(args.update_weight_disk_dir, SENT))
 
 
-def write_rollouts(folder: Path | None, state: dict[str, Any]) -> None:
-    if folder is not None:
-        files.write(folder / ROLLOUTS, json.dumps(state))
+def write_rollouts(folder: Path, state: dict[str, Any]) -> None:
+    files.write(folder / ROLLOUTS, json.dumps(state))
 
 
-def read_rollouts(folder: Path | None) -> dict[str, Any] | None:
-    return _read(folder, ROLLOUTS)
+def read_rollouts(folder: Path) -> dict[str, Any] | None:
+    return _read(folder / ROLLOUTS)
 
 
-def hand_on(source: Path | None, target: Path | None) -> None:
+def hand_on(source: Path | None, target: Path) -> None:
     """Copy `rollouts.json` from `source` to `target`; remove the target's if the source has none."""
-    if target is None:
-        return
     if source is not None and (source / ROLLOUTS).exists():
         files.write(target / ROLLOUTS, (source / ROLLOUTS).read_bytes())
     else:
         (target / ROLLOUTS).unlink(missing_ok=True)
 
 
-def _read(folder: Path | None, name: str) -> Any:
-    if folder is None or not (folder / name).exists():
-        return None
-    return json.loads((folder / name).read_text())
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.exists() else None
