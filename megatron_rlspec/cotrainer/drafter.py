@@ -220,7 +220,6 @@ class DrafterTraining:
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
-        kwargs.pop("mtp_kwargs", None)
         if self.ready and self.fields and self.model.training and torch.is_grad_enabled():
             self.on_hidden(hidden_states, self.fields.popleft(), kwargs)
         kwargs["mtp_in_postprocess"] = False

@@ -321,6 +321,7 @@ def resuming(folder, cp, saved, extra, drafter=True):
 
     args = arguments(folder, int(cp), " ".join([f"--load {saved}", *extra]), drafter)
     args.load = str(saved)
+    args.enable_mtp_training = False  # as hooks.init
     set_args(args)
     init_num_microbatches_calculator(0, None, 4, 1, ps.get_data_parallel_world_size())  # as slime's initialize.init
     return args

@@ -125,7 +125,7 @@ def answer(arguments, environment):
     args = parse_args()
     ranks = {**environment, **ranks_environment(args)}
     return {
-        "mtp": [args.enable_mtp_training, args.mtp_num_layers],
+        "mtp": args.mtp_num_layers,
         "hooks": [args.custom_megatron_init_path, args.custom_model_provider_path],
         "ranks": {name: ranks.get(name) for name in ("NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS")},
         "engines": [

@@ -25,7 +25,7 @@ def planned(command="", **drafter):
 
 def test_hooks_and_speculation_are_filled_in():
     given = read_flags(planned().flags)
-    assert given["--enable-mtp-training"] is None and given["--mtp-num-layers"] == "1"
+    assert given["--mtp-num-layers"] == "1"
     assert given["--sglang-speculative-algorithm"] == "EAGLE"
     assert given["--sglang-speculative-num-draft-tokens"] == "4"
     assert set(FUNCTIONS) <= set(given)
@@ -34,7 +34,7 @@ def test_hooks_and_speculation_are_filled_in():
 def test_an_eagle3_drafter_needs_no_mtp_layer():
     added = planned("--sglang-speculative-algorithm EAGLE3", **EAGLE3)
     given = read_flags(added.flags)
-    assert "--enable-mtp-training" not in given and "--mtp-num-layers" not in given
+    assert "--mtp-num-layers" not in given
     assert given["--sglang-speculative-draft-model-path"] == "/a"
     assert "--sglang-speculative-algorithm" not in given  # the user's own
     assert added.settings["drafter"]["kind"] == "eagle3" and added.settings["drafter"]["path"] == "/a"

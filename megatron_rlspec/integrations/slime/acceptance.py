@@ -18,17 +18,10 @@ def of_samples(samples: Iterable[Any]) -> float:
 
 
 def with_histogram(slimes_add: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `SpecInfo.add`: fill slime's counts from the keys that SGLang sends, and keep the histogram."""
+    """Wrap `SpecInfo.add`, which then also keeps SGLang's histogram."""
 
     def add(self: Any, meta_info: Mapping[str, Any]) -> None:
-        renamed = dict(meta_info)
-        for sglangs, slimes in (
-            ("spec_num_correct_drafts", "spec_accept_token_num"),
-            ("spec_num_proposed_drafts", "spec_draft_token_num"),
-        ):
-            if sglangs in renamed:
-                renamed.setdefault(slimes, renamed[sglangs])
-        slimes_add(self, meta_info=renamed)
+        slimes_add(self, meta_info=meta_info)
         histogram = meta_info.get("spec_correct_drafts_histogram") or ()
         if DRAFTED in meta_info:
             # SGLang's histogram counts drafts past the end of the sample, too.

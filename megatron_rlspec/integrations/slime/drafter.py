@@ -71,7 +71,7 @@ class SlimeMTP(DrafterTraining):
 
     def build(self) -> Drafter:
         if self.settings.depth > 1:
-            attention = transformer_layer(self.model.mtp.layers[0]).self_attention
+            attention = self.model.mtp.layers[0].transformer_layer.self_attention
             attention.core_attention = PackedAttention(
                 attention.config, attention.layer_number, attention.attn_mask_type, "self"
             )
@@ -115,8 +115,3 @@ class SlimeMTP(DrafterTraining):
             yield
         finally:
             self.model.mtp.requires_grad_(False)
-
-
-def transformer_layer(layer: Any) -> Any:
-    """Return the block inside an MTP layer: `mtp_model_layer` in newer versions of megatron-core."""
-    return layer.mtp_model_layer if hasattr(layer, "mtp_model_layer") else layer.transformer_layer

@@ -45,6 +45,7 @@ _prediction: Prediction | None = None  # of all steps so far on this rollout's s
 def init(args: Namespace) -> None:
     """Install our wrappers (`--custom-megatron-init-path`), after the user's own function."""
     options = Options.from_args(args)
+    args.enable_mtp_training = False  # slime's own MTP loss
     if users := options.user_functions.get("--custom-megatron-init-path"):
         load_function(users)(args)
     slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
@@ -191,23 +192,17 @@ def _around_step(train_one_step: Callable) -> Callable:
 
     @functools.wraps(train_one_step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        micro_batches = given["num_microbatches"]
-        if _drafter is None:
+        if _drafter is None or not _drafter.ready:  # that of a critic is never ready
             return train_one_step(*args, **kwargs)
-        if not _drafter.ready:  # a critic, whose MTP loss slime logs, too
-            result = train_one_step(*args, **kwargs)
-            _fill_tracker({}, micro_batches)
-            return result
+        given = signature.bind(*args, **kwargs).arguments
         iterator = given["data_iterator"][0]
         samples: list[int] = []
-        for indices in iterator.micro_batch_indices[iterator.offset :][:micro_batches]:
+        for indices in iterator.micro_batch_indices[iterator.offset :][: given["num_microbatches"]]:
             samples += indices
         depth = _drafter.settings.depth
         _drafter.begin_step(trained_tokens(iterator.rollout_data, samples, depth))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.end_step()
-        _fill_tracker(metrics, micro_batches)
         _write_prediction(given)
         return {**losses, **metrics}, grad_norm
 
@@ -234,20 +229,6 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
     if _prediction is not None and first:
         folder = Options.from_args(step["args"]).folder
         slime_state.write_prediction(folder, step["rollout_id"], _prediction)
-
-
-def _fill_tracker(metrics: dict[str, float], micro_batches: int) -> None:
-    """Fill Megatron's MTP loss tracker, from which slime logs values divided by the number of micro-batches."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    if not get_args().enable_mtp_training:
-        return
-    assert _drafter is not None
-    depths = range(1, _drafter.settings.depth + 1)
-    losses = torch.tensor([metrics.get(f"drafter_loss_{d}", 0.0) for d in depths])
-    MTPLossLoggingHelper.tracker.update(
-        values=losses * micro_batches, reduce_group=None, avg_group=None
-    )
 
 
 def _after(function: Callable, then: Callable) -> Callable:

@@ -125,7 +125,6 @@ def _add_speculation(
         added.add_flag(given, refusals.ALGORITHM, "EAGLE3")
         added.add_flag(given, DRAFT_MODEL, drafter.path)
     else:
-        added.add_flag(given, "--enable-mtp-training")
         added.add_flag(given, "--mtp-num-layers", "1")
         added.add_flag(given, refusals.ALGORITHM, "EAGLE")
     added.add_flag(given, NUM_STEPS, str(start))

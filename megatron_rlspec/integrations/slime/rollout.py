@@ -1,4 +1,4 @@
-"""The rollout function that slime's RolloutManager calls: set the engines' rules before and after, and log acceptance.
+"""The rollout function that slime's RolloutManager calls: set the engines' rules, learn, and log acceptance.
 
 Importing this module replaces two functions of slime: one counts accepted drafts, the other seeds samples.
 """
@@ -46,7 +46,7 @@ _prompts: list[list[int]] = []  # of the last rollout, for canaries
 def generate_rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> Any:
-    """Run the user's rollout or evaluation function, or slime's, and set the engines' rules before and after.
+    """Run the user's rollout or evaluation function, or slime's. Set the engines' rules before, and learn after.
 
     It is the function of `--rollout-function-path` and `--eval-function-path`.
     """
@@ -88,7 +88,7 @@ def first_prompts(samples: Iterable[Sample], number: int) -> list[list[int]]:
 
 
 def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
-    """Check what engines hold after a full update through the disk; take training's prediction; run canaries."""
+    """Check what engines hold after an update through the disk; set the engines' rules; run canaries."""
     global _speculation
     options = Options.from_args(args)
     if urls and args.update_weight_transport == "disk":
@@ -97,9 +97,8 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
         _speculation = make_speculation(args, urls, options)
     if _speculation is not None:
         prediction = slime_state.read_prediction(options.folder, rollout_id)
-        _metrics.update(_speculation.expect(prediction))
+        _metrics.update(_speculation.before_rollout(urls, prediction))
         _metrics.update(_speculation.canary(urls, _prompts, rollout_sampling(args)))
-        _metrics.update(_speculation.before_rollout(urls))
 
 
 def _check_disk_update(args: Namespace, urls: Sequence[str], options: Options) -> None:
@@ -118,7 +117,7 @@ def _check_disk_update(args: Namespace, urls: Sequence[str], options: Options) -
 
 
 def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> None:
-    """Learn from this rollout, set every engine's rule, and save the result for slime's next checkpoint."""
+    """Learn from this rollout, and save the result for slime's next checkpoint."""
     if _speculation is None:
         return
     _metrics.update(_speculation.after_rollout(urls, acceptance.of_samples(samples)))

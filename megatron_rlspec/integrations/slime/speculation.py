@@ -1,9 +1,8 @@
 """Learn about speculation from slime's rollouts and set the engines' rules, in the process that runs rollouts.
 
     speculation = SlimeDraftRule(learning, configs)
-    speculation.expect(prediction)                    training's prediction of the next rollout
+    speculation.before_rollout(urls, prediction)      set every engine's rule
     speculation.canary(urls, prompts, sampling)       if weights are new
-    speculation.before_rollout(urls)                  set every engine's rule
     speculation.after_rollout(urls)                   learn
     speculation.forget(urls)                          instead of `after_rollout`, after an evaluation
 
@@ -50,14 +49,16 @@ class SlimeDraftRule(DraftRule):
         self._canary = Canary(settings)
         self._canary_versions: dict[str, int] = {}  # of the latest canary, by URL
 
-    def expect(self, prediction: Prediction | None) -> dict[str, float]:
-        """Take training's prediction of the rollout that begins. Returns `predict/next_tokens_k*`."""
-        return _slime_names(self.learning.expect(prediction))
+    def before_rollout(
+        self, urls: Sequence[str], prediction: Prediction | None
+    ) -> dict[str, float]:
+        """Set every engine's rule, by all rollouts before and training's prediction of the one that begins.
 
-    def before_rollout(self, urls: Sequence[str]) -> dict[str, float]:
-        """Set every engine's rule, by all rollouts before and `expect`. Returns `health/unreachable_engines`."""
+        Returns `predict/next_tokens_k*` and `health/unreachable_engines`.
+        """
+        metrics = _slime_names(self.learning.expect(prediction))
         told = self._engines(urls)(self.set)
-        return {"health/unreachable_engines": float(len(urls) - len(told))}
+        return metrics | {"health/unreachable_engines": float(len(urls) - len(told))}
 
     def canary(
         self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling
