@@ -73,18 +73,6 @@ def test_contradictions_are_refused_in_one_line(command, drafter, message):
     assert "\n" not in str(error.value)
 
 
-def test_engines_of_a_file_that_prefill_and_decode_apart_are_refused(tmp_path):
-    file = tmp_path / "engines.yaml"
-    group = "{{worker_type: {0}, num_gpus: 4}}"
-    for key in ("server_groups", "engine_groups"):
-        file.write_text(f"sglang: [{{name: actor, {key}: [{group.format('prefill')}, {group.format('decode')}]}}]\n")
-        with pytest.raises(ConfigError, match=r"engines.yaml: engines that prefill and decode apart were never run"):
-            planned(f"--sglang-config {file}")
-    file.write_text(f"sglang: [{{name: actor, server_groups: [{group.format('regular')}]}}]\n")
-    planned(f"--sglang-config {file}")
-    planned(f"--sglang-config {tmp_path / 'of another machine.yaml'}")
-
-
 def test_the_verifier_reaches_engines_and_hooks():
     for verifier in ("target_only", "position_keyed"):
         added = plan([], DRAFTER, verifier=verifier)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.integrations.slime.flags import (
@@ -69,9 +67,6 @@ def refuse(given: Flags, drafter: DrafterConfig) -> None:
             remedy = f"set {values[0]}" if values else REMOVE
             shown = f"{flag} {given[flag]}" if given[flag] else flag
             raise ConfigError(f"{shown}: {why}; {remedy}")
-    engines = given.get("--sglang-config") or ""
-    if _prefills_apart(engines):
-        raise ConfigError(f"--sglang-config {engines}: {APART}; {REMOVE}")
     if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
         raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN_MTP}")
     served = given.get(DRAFT_MODEL)
@@ -80,17 +75,6 @@ def refuse(given: Flags, drafter: DrafterConfig) -> None:
             f"{DRAFT_MODEL} {served}, but --drafter.path {drafter.path}; give one of them"
         )
     _refuse_expert_copies(given)
-
-
-def _prefills_apart(path: str) -> bool:
-    """Return whether a file of --sglang-config has engines that prefill and decode apart; False if it is not here."""
-    if not Path(path).is_file():
-        return False
-    for model in yaml.safe_load(Path(path).read_text())["sglang"]:
-        for group in model.get("server_groups") or model.get("engine_groups") or []:
-            if group["worker_type"] in ("prefill", "decode"):
-                return True
-    return False
 
 
 def _refuse_expert_copies(given: Flags) -> None:
