@@ -29,7 +29,6 @@ VARIATIONS = {
     "k5": SpecConfig(5),
     "switching": SWITCHING,
     "uneven": (SpecConfig(5), {"uneven": True}),
-    "no shared prefix": (SpecConfig(3), {"share_prefix": False}),
     "few rows": (SpecConfig(2), {"max_running_requests": 3}),
     "put back": (SpecConfig(3), {"max_total_tokens": 400}),
     "small chunks": (SWITCHING, {"prefill_chunk": 5}),

@@ -95,7 +95,7 @@ def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
         engines = list(pool.engines.values())
         for engine in engines[: 1 if kind == "one" else None]:
             with engine._lock:
-                engine._retract()
+                engine.scheduler.retract()
                 if rng.random() < 0.5:
                     pool.abort()
 

@@ -17,7 +17,7 @@ from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.member import Member
 from megatron_rlspec.extensions.migration.plans import round_costs
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
-from megatron_rlspec.extensions.migration.plans.tp_planner import WIRE, SwitchCosts, TPPlanner
+from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.extensions.migration.wiring import RunMigration
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.memory_estimate import token_bytes
@@ -31,6 +31,8 @@ from megatron_rlspec.rollout.start import (
 from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig
+
+BYTE_MS = 1e-6  # a rank is taken to send 1 GB/s
 
 
 def engines() -> dict[str, Kind]:
@@ -107,13 +109,15 @@ def _sizes(
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
     weights = sum(shard.view.nbytes for shard in engine.model.tensors.values())
-    costs = SwitchCosts(
-        change_ms=weights / WIRE / 1e6,
-        token_bytes=token_bytes(config, hf_config),
-        gigabytes_per_second=WIRE,
-    )
     candidates = _candidates(config)
     depth = max(candidate.num_steps for candidate in candidates)
     rates = Acceptance(max(1, depth)).rates
     measured = round_costs.read(config.tail.cost_table, config.tail.tp)
-    return TPPlanner(measured, candidates, rates, costs, ranks)
+    return TPPlanner(
+        measured,
+        candidates,
+        rates,
+        ranks,
+        change_ms=weights * BYTE_MS,
+        token_ms=token_bytes(config, hf_config) * BYTE_MS,
+    )

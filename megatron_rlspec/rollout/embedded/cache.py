@@ -41,13 +41,10 @@ class Cache:
     Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts.
     """
 
-    def __init__(
-        self, model: Decoder, rows: int, columns: int, slots: int, share_prefix: bool
-    ) -> None:
+    def __init__(self, model: Decoder, rows: int, columns: int, slots: int) -> None:
         self.model = model
         self.rows = rows
         self.columns = columns
-        self.share_prefix = share_prefix
         self.reset(slots)
         arch = model.arch
         device = model.device
@@ -96,7 +93,7 @@ class Cache:
             return None
         shared = np.asarray(tokens[: prompt_len - 1], np.int64)
         row = self.free_rows[-1]
-        key = shared.tobytes() if self.share_prefix else row.to_bytes(8)
+        key = shared.tobytes()
         prefix = self.prefixes.get(key)
         if prefix is None:
             slots = self.take(len(shared))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,24 +19,14 @@ class Chains(NamedTuple):
 
     tokens: np.ndarray  # [B, 1 + k] the pending token, then drafts
     drafts: np.ndarray  # [B] how many of the drafts are verified; the others are padding
-    # [C, k] of the drafts of the first C samples, if some were chosen
-    logq: np.ndarray | None = None
+    logq: np.ndarray | None = (
+        None  # [B, k] of all drafts, if a rule chose which of them are verified
+    )
 
     @property
     def valid(self) -> np.ndarray:
         """Return the mask [B, 1 + k] of what is no padding."""
         return np.arange(self.tokens.shape[1]) <= self.drafts[:, None]
-
-
-def joined(parts: Sequence[Chains]) -> Chains:
-    """Return the chains of several batches as one batch."""
-    width = max(chains.tokens.shape[1] for chains in parts)
-    padded = []
-    for chains in parts:
-        missing = width - chains.tokens.shape[1]
-        padded.append(np.pad(chains.tokens, ((0, 0), (0, missing))))
-    drafts = np.concatenate([chains.drafts for chains in parts])
-    return Chains(np.concatenate(padded), drafts, parts[0].logq)
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ from megatron_rlspec.push.fingerprint import fingerprints
 from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.choice import ConfigChoice
-from megatron_rlspec.rollout.embedded.draft import Chains
 from megatron_rlspec.rollout.embedded.model import Architecture, Decoder, is_drafter
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
@@ -102,7 +101,6 @@ class EmbeddedEngine:
         max_length: int = 4096,
         max_draft_tokens: int = 64,
         prefill_chunk: int = 2048,
-        share_prefix: bool = True,
         group: torch.distributed.ProcessGroup | None = None,
         version: int = 0,
         draft_words: Tensor | None = None,
@@ -123,9 +121,7 @@ class EmbeddedEngine:
             if draft_words is None or len(draft_words) != wanted:
                 raise ValueError(f"an EAGLE-3 drafter needs draft_words, {wanted} token ids")
             self.model.draft_ids = draft_words.to(device)
-        self.cache = Cache(
-            self.model, max_running_requests, columns, max_total_tokens, share_prefix
-        )
+        self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens)
         self.rounds = RoundRunner(
             self.cache, verifier, drafts, prefill_chunk, sharpness_of(hf_config)
         )
@@ -207,7 +203,7 @@ class EmbeddedEngine:
             if scope == "all" or (scope == "drafter") == is_drafter(name):
                 mine.add(name)
         with self._lock:
-            self._retract()
+            self.scheduler.retract()
             self._broken = f"the update to version {version} did not finish"
             self._update = _Update(version, scope, mine, self._doubtful)
             self._doubtful = self._doubtful | mine
@@ -366,7 +362,10 @@ class EmbeddedEngine:
         self._broken = ""
 
     def _round(self, runs: list[ActiveRequest], drafts: bool = True) -> None:
-        """Run one round of these samples, or of those that the cache has room for; without `drafts`, a plain one."""
+        """Run one round of these samples, or of those that the cache has room for, and let the rule learn from it.
+
+        Without `drafts` it is a plain round, whose duration the rule does not learn.
+        """
         if not runs:
             return
         began = time.perf_counter()
@@ -376,36 +375,20 @@ class EmbeddedEngine:
         if drafts:
             config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
         runs = self.scheduler.make_room(runs, self.rounds.columns(rows, config))
-        if runs:
-            self._run_round(runs, config, context, began, timed=drafts)
-
-    def _run_round(
-        self,
-        runs: Sequence[ActiveRequest],
-        config: SpecConfig,
-        context: int,
-        began: float,
-        ahead: Chains | None = None,
-        timed: bool = True,
-    ) -> None:
-        """Draft, verify and commit for these samples, and learn from the round.
-
-        began  seconds of `time.perf_counter`
-        ahead  drafts of the last ones of `runs`
-        timed  whether the rule may learn the duration: not if other work is a part of it
-        """
+        if not runs:
+            return
         rows = np.array([run.row for run in runs])
         rule = self.choice.deciding
         if rule is not None:
             self.rounds.selection = rule if rule.selection is not None else None
-        committed = self.rounds.round(rows, config, ahead)
+        committed = self.rounds.round(rows, config)
         took = (time.perf_counter() - began) * 1e3
         accepted = committed.accepted
         verified = committed.verified
         if_all: Sequence[float] = ()
         if rule is not None:
             if_all = rule.observe(config, accepted, verified, committed.logq)
-            if timed:
+            if drafts:
                 ms = self.model.comm.mean(took, self.model.device)
                 rule.timed(config, len(rows), context, ms, drafts=float(verified.mean()))
         self._append(runs, committed)
@@ -434,9 +417,6 @@ class EmbeddedEngine:
             agreed = self.model.comm.sum(flags).tolist()
             for run, abort in zip(runs, agreed, strict=True):
                 run.abort = abort > 0
-
-    def _retract(self) -> None:
-        self.scheduler.retract()
 
 
 def _refusal(update: _Update, problem: str) -> EngineError:

@@ -21,7 +21,6 @@ class ActiveRequest:
     limit: int  # tokens that the response may have
     strings: StopStrings | None = None
     row: int = -1  # in the cache; -1 while waiting
-    seats: int = 0  # rows that it has had
     draws: int = 0
     abort: bool = False
     response: list[int] = field(default_factory=list)

@@ -148,37 +148,18 @@ class RoundRunner:
         """Return [B], the number of columns that must have slots for a round of `config`."""
         return self.cache.length[rows] + config.num_steps
 
-    def draft_only(self, rows: np.ndarray, config: SpecConfig) -> Chains:
-        """Draft for rows that have the drafter's keys only. `round` verifies the drafts, in the same step."""
-        read = self._read(rows, self.columns(rows, config))
-        return self._draft(rows, read, config, None)
-
-    def round(self, rows: np.ndarray, config: SpecConfig, ahead: Chains | None = None) -> Committed:
-        """Draft, verify and commit at least one token for every row.
-
-        ahead  drafts that the last ones of `rows` have already
-        """
+    def round(self, rows: np.ndarray, config: SpecConfig) -> Committed:
+        """Draft, verify and commit at least one token for every row."""
         cache = self.cache
         self.before[rows] = cache.length[rows]
         read = self._read(rows, self.columns(rows, config))
-        parts = [] if ahead is None else [ahead]
-        fresh = len(rows) - sum(len(chains.tokens) for chains in parts)
-        if fresh:
-            drafted = self._draft(rows[:fresh], read[:fresh], config, self.selection)
-            parts.insert(0, drafted)
-        chains = draft.joined(parts)
+        chains = self._draft(rows, read, config)
         targets, logprobs = self._verify(rows, read, chains)
         accepted = verify.count_accepted(chains.tokens, chains.valid, targets)
         cache.commit(rows, targets, accepted)
         return Committed(targets, logprobs, accepted, chains.drafts, chains.logq)
 
-    def _draft(
-        self,
-        rows: np.ndarray,
-        read: Tensor,
-        config: SpecConfig,
-        selection: SpecRule | None,
-    ) -> Chains:
+    def _draft(self, rows: np.ndarray, read: Tensor, config: SpecConfig) -> Chains:
         """Run the drafter on what it has not read, and draft."""
         last = self.cache.length[rows] - 1
         tokens = self.cache.tokens[rows, last][:, None]
@@ -190,9 +171,9 @@ class RoundRunner:
             return Chains(tokens, drafts)
         drafted, log_probs = self._chain(rows, read, hidden, config.num_steps)
         logq = None
-        if selection is not None:
+        if self.selection is not None:
             logq = log_probs.float().cpu().numpy()
-            drafts = selection.lengths(logq)
+            drafts = self.selection.lengths(logq)
             drafted = drafted[:, : drafts.max()]
         return Chains(np.concatenate([tokens, drafted.cpu().numpy()], 1), drafts, logq)
 

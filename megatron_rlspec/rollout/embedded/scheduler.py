@@ -117,7 +117,6 @@ class Scheduler:
         """Give a run a row of the cache that holds its tokens."""
         self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
         run.row = row
-        run.seats += 1
 
     def make_room(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
         """Get slots for `columns [B]` of every run. While slots lack, the youngest goes back. Returns the others."""

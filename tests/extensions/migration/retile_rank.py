@@ -79,7 +79,7 @@ def weights(meeting: str, kind: str) -> list[str]:
 
 def _forward(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of a prompt."""
-    cache = Cache(model, 1, 64, 64, True)
+    cache = Cache(model, 1, 64, 64)
     row = cache.open(tokens.numpy(), len(tokens))
     cache.back(row, len(tokens))
     columns = torch.arange(len(tokens))[None]
@@ -134,7 +134,7 @@ def wrong(
 ) -> list[str]:
     """What a cache holds otherwise than `paint` paints it."""
     cache.audit()
-    painted = Cache(cache.model, cache.rows, cache.columns, cache.total, cache.share_prefix)
+    painted = Cache(cache.model, cache.rows, cache.columns, cache.total)
     found = []
     for id, row in seated.items():
         header = expected[id]
@@ -165,12 +165,12 @@ def wrong(
     return found
 
 
-def caches(meeting: str, share_prefix: bool, slots: int, kind: str) -> list[str]:
+def caches(meeting: str, slots: int, kind: str) -> list[str]:
     """What is wrong in the caches after switches along PATH; one line a switch says how many rows have room."""
     rank, _ = oracle.meet(meeting)
     groups = Groups()
     model = model_at(groups, 1, kind)
-    cache = Cache(model, 16, 64, slots, share_prefix)
+    cache = Cache(model, 16, 64, slots)
     mine = rows_of(cache, rank)
     paint(cache, groups, 1)
     found = []
@@ -202,7 +202,7 @@ def memory(meeting: str, slots: int, path: tuple[int, ...]) -> list[float]:
     groups = Groups()
     config = oracle.tiny(vocab=4096, heads=8, kv_heads=4, hidden=256, layers=1)[0] | {"num_hidden_layers": 6}
     model = Decoder(Architecture.from_hf(config), torch.float32, "cpu", groups.of(path[0]), 512)
-    cache = Cache(model, 8, slots // 8, slots, False)
+    cache = Cache(model, 8, slots // 8, slots)
     for tensor in (*(p.fused for p in model.parameters), *cache.kv, cache.hidden):
         tensor.fill_(1.0)
     group = dist.get_rank() // path[0]

@@ -11,7 +11,7 @@ from roofline_tables import of_hardware
 from megatron_rlspec.extensions.migration.plans import round_costs
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
 from megatron_rlspec.extensions.migration.plans.round_costs import RoundCostError, RoundCosts
-from megatron_rlspec.extensions.migration.plans.tp_planner import SwitchCosts, TPPlanner, deal
+from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner, deal
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, Load, RoundStats, RunningSample, SpecConfig
 
@@ -132,11 +132,9 @@ def test_rounds_correct_the_acceptance():
 # PAT, figure 4: ms a token of 8 ranks at a global batch of 1 and 128; 4 engines of TP 2 hold 32 samples each.
 # TP 4 is made up: it is the fastest for some tens of samples.
 ANCHORS = {2: {1: 15.37, 32: 24.41}, 4: {1: 11.0, 64: 20.0}, 8: {1: 9.64, 128: 30.87}}
-PAT = SwitchCosts(change_ms=3160, token_bytes=131072, gigabytes_per_second=5.25)
 
 
-def measured(prefill=True, sizes=(2, 8), per_token=0.0) -> dict[int, RoundCosts]:
-    fills = [(n, n * 0.17) for n in (1024, 65536)] if prefill else []
+def measured(sizes=(2, 8), per_token=0.0) -> dict[int, RoundCosts]:
     found = {}
     for tp in sizes:
         line = ANCHORS[tp]
@@ -144,12 +142,12 @@ def measured(prefill=True, sizes=(2, 8), per_token=0.0) -> dict[int, RoundCosts]
         for batch in (1, 2, 4, 8, 16, 32, 64, 128):
             ms = float(np.interp(batch, list(line), list(line.values())))
             rounds += [(batch, batch * n, 0, ms + batch * n * per_token) for n in (512, 16384)]
-        found[tp] = RoundCosts(rounds, fills)
+        found[tp] = RoundCosts(rounds)
     return found
 
 
-def sizes_planner(costs=PAT, **options) -> TPPlanner:
-    return TPPlanner(measured(**options), [OFF], [0.0], costs, 8)
+def sizes_planner(change_ms=3160, token_ms=0.025, **options) -> TPPlanner:
+    return TPPlanner(measured(**options), [OFF], [0.0], 8, change_ms, token_ms)
 
 
 def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
@@ -166,69 +164,50 @@ def loads(*groups: list[int], prompt=100, waiting=0) -> list[Load]:
     ]
 
 
-def test_few_samples_get_a_larger_size_and_many_do_not():
-    plan = sizes_planner()
-    few = plan.decide(loads([4000], [], [], []), 2, 16384)
-    assert few is not None and few.tp == 8 and few.groups == (("0-000",),)
-    assert few.stay_ms == pytest.approx(12384 * 15.37, rel=0.02)
-    assert few.finish_ms - few.cost_ms == pytest.approx(12384 * 9.64, rel=0.02)
-    assert plan.decide(loads(*[[4000] * 32] * 4), 2, 16384) is None
+def samples_of(situation) -> list[RunningSample]:
+    return [sample for load in situation for sample in load.running]
 
 
-def test_the_best_of_several_sizes_is_chosen():
-    plan = sizes_planner(sizes=(2, 4, 8))
-    assert plan.decide(loads([4000], [], [], []), 2, 16384).tp == 8
-    assert plan.decide(loads(*[[4000] * 10] * 4), 2, 16384).tp == 4
+@pytest.mark.parametrize(
+    ("situation", "tp", "sizes", "chosen"),
+    [
+        (loads([4000], [], [], []), 2, (2, 8), 8),
+        (loads(*[[4000] * 32] * 4), 2, (2, 8), 2),
+        (loads([4000], [], [], []), 2, (2, 4, 8), 8),
+        (loads(*[[4000] * 10] * 4), 2, (2, 4, 8), 4),
+        (loads([200] * 128), 8, (2, 8), 2),
+        (loads([16000], [], [], []), 2, (2, 8), 2),
+        (loads([4000], [], [], [], waiting=1), 2, (2, 8), 2),
+    ],
+    ids=["few", "many", "few, of three", "some, of three", "many at a large size", "almost done", "waiting"],
+)
+def test_the_size_at_which_the_last_sample_ends_first(situation, tp, sizes, chosen):
+    assert sizes_planner(sizes=sizes).decide(situation, tp, 16384) == chosen
 
 
-def test_contexts_grow_until_the_end():
-    change = sizes_planner(per_token=1e-3).decide(loads([4000], [], [], []), 2, 16384)
-    assert change.stay_ms == pytest.approx(12384 * (15.37 + (4100 + 16484) / 2 * 1e-3), rel=0.02)
+def test_the_end_is_that_of_growing_contexts_on_engines_with_equal_shares():
+    one = samples_of(loads([4000], [], [], []))
+    assert sizes_planner().finish_ms(one, 2, 16384) == pytest.approx(12384 * 15.37, rel=0.02)
+    grown = sizes_planner(per_token=1e-3).finish_ms(one, 2, 16384)
+    assert grown == pytest.approx(12384 * (15.37 + (4100 + 16484) / 2 * 1e-3), rel=0.02)
+    gathered, dealt = samples_of(loads([4000] * 8, [], [], [])), samples_of(loads(*[[4000] * 2] * 4))
+    assert sizes_planner().finish_ms(gathered, 2, 16384) == sizes_planner().finish_ms(dealt, 2, 16384)
 
 
-def test_what_dealing_would_save_is_no_reason_to_change():
-    gathered, dealt = loads([4000] * 8, [], [], []), loads(*[[4000] * 2] * 4)
-    one, other = (sizes_planner().decide(situation, 2, 16384).stay_ms for situation in (gathered, dealt))
-    assert one == pytest.approx(other)
-
-
-def test_many_samples_at_a_large_size_go_back():
-    back = sizes_planner().decide(loads([200] * 128), 8, 16384)
-    assert back is not None and back.tp == 2
-    assert sorted(len(group) for group in back.groups) == [32] * 4
-
-
-def test_nothing_changes_for_the_last_few_tokens_or_while_requests_wait():
-    assert sizes_planner().decide(loads([16000], [], [], []), 2, 16384) is None
-    assert sizes_planner().decide(loads([4000], [], [], [], waiting=1), 2, 16384) is None
-
-
-def test_the_cheaper_way_brings_the_samples_over():
-    situation = loads([6000], [6000], [6000], [6000])
-    change = sizes_planner().decide(situation, 2, 30000)
-    assert change.how == "kv" and change.cost_ms == pytest.approx(3160 + 6100 * 131072 / 2 / 5.25e6)
-    slow = SwitchCosts(3160, 131072, 0.01)
-    change = sizes_planner(slow).decide(situation, 2, 30000)
-    assert change.how == "recompute" and change.cost_ms == pytest.approx(3160 + 4 * 6100 * 0.17, rel=0.01)
-    unequal = [held for load in loads([1000], [7000]) for held in load.running]
-    ms, how = sizes_planner(SwitchCosts(0)).cost([unequal], [unequal, unequal[:1]], 8, 2)
-    assert how == "recompute" and ms == pytest.approx(2 * ((1100**2 + 7100**2) / 2) ** 0.5 * 0.17, rel=0.01)
-    never = sizes_planner(SwitchCosts(0), prefill=False).decide(situation, 2, 30000)
-    assert never is None
+def test_a_change_costs_what_its_fullest_engine_sends():
+    cost = sizes_planner().cost_ms(loads([6000], [2000], [6000, 4000], []), 2)
+    assert cost == pytest.approx(3160 + (6100 + 4100) * 0.025 / 2)
 
 
 @settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 8000), max_size=40), min_size=4, max_size=4), st.floats(0, 1e5))
-def test_a_change_is_not_followed_by_its_reverse(groups, weights_ms):
-    plan = sizes_planner(SwitchCosts(weights_ms, 131072, 5.25))
+def test_a_change_is_not_followed_by_its_reverse(groups, change_ms):
+    plan = sizes_planner(change_ms)
     situation = loads(*groups)
-    change = plan.decide(situation, 2, 16384)
-    if change is not None:
-        samples = {held.id: held for load in situation for held in load.running}
-        assert sorted(id for group in change.groups for id in group) == sorted(samples)
-        assert change.finish_ms < change.stay_ms * 0.95 and change.cost_ms >= weights_ms
-        there = [Load(f"e{i}", tuple(samples[id] for id in group), 0, 0, 1) for i, group in enumerate(change.groups)]
-        assert plan.decide(there, change.tp, 16384) is None
+    chosen = plan.decide(situation, 2, 16384)
+    if chosen != 2:
+        there = [Load("e", tuple(group), 0, 0, 1) for group in deal(samples_of(situation), 8 // chosen)]
+        assert plan.decide(there, chosen, 16384) == chosen
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 5))
@@ -246,7 +225,7 @@ def test_what_was_not_measured_is_refused():
     with pytest.raises(RoundCostError, match=r"tp=\[2\]: expected at least two sizes that divide 8 ranks"):
         sizes_planner(sizes=(2,))
     with pytest.raises(RoundCostError, match="no round of k3 was measured at tp=2"):
-        TPPlanner(measured(), [SpecConfig(3)], [0.5], PAT, 8)
+        TPPlanner(measured(), [SpecConfig(3)], [0.5], 8, 1.0, 1.0)
 
 
 def test_durations_are_linear_between_the_measured_ones_and_beyond():
@@ -269,7 +248,7 @@ def test_durations_are_linear_between_the_measured_ones_and_beyond():
         ('{"rounds": [[1, 4, 400, true, 2.5]]}', r"rounds\[0\] is "),
         ('{"rounds": [[1, 4, 400, 0, NaN]]}', "NaN"),
         ('{"rounds": [[1, 4, 400, 0, 2.5]]}', "no round at tensor-parallel size 2; it holds 1"),
-        ('{"rounds": [], "prefill": 3}', r"prefill: expected a list of \[tp, tokens, ms\]"),
+        ('{"rounds": 3}', r"rounds: expected a list of \[tp, requests"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path, data, message):

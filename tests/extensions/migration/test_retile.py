@@ -17,9 +17,9 @@ def test_weights_are_those_of_a_model_loaded_at_the_new_size(tmp_path, kind):
     assert on_ranks(4, retile_rank.weights, str(tmp_path / "meeting"), kind) == [[]] * 4
 
 
-@pytest.mark.parametrize(("share", "kind"), [(True, "untied"), pytest.param(False, "eagle3", marks=pytest.mark.slow)])
-def test_keys_values_and_hidden_states_arrive_bit_for_bit(tmp_path, share, kind):
-    assert on_ranks(4, retile_rank.caches, str(tmp_path / "meeting"), share, 256, kind) == [[]] * 4
+@pytest.mark.parametrize("kind", ["untied", pytest.param("eagle3", marks=pytest.mark.slow)])
+def test_keys_values_and_hidden_states_arrive_bit_for_bit(tmp_path, kind):
+    assert on_ranks(4, retile_rank.caches, str(tmp_path / "meeting"), 256, kind) == [[]] * 4
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_texts_rounds_and_accepted_drafts_are_those_without_changes(tmp_path, ki
         np.testing.assert_allclose(logprobs, np.concatenate([s.behaviour_logprobs for s in whole]), atol=1e-6)
     assert sum(last - first for s in whole for first, last in s.accepted_spans) > 100
     assert len(found["changes"]) >= 8 and {to for _, to in found["changes"]} == {1, 2, 4}
-    assert found["ways"] == {"kv", "recompute"} and found["same"]
+    assert found["same"]
 
 
 @pytest.mark.slow

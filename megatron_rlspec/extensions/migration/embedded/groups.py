@@ -14,20 +14,13 @@ class Groups:
     """
 
     def __init__(self) -> None:
-        self.world = dist.get_world_size()
         self._made: dict[int, Solo | TensorParallel] = {1: Solo()}
 
     def of(self, size: int) -> Solo | TensorParallel:
-        """Return this rank's group of `size` ranks. All ranks of the job must ask for new sizes in one order.
-
-        Raises ValueError if `size` does not divide the job.
-        """
+        """Return this rank's group of `size` ranks, which divides the job. All ranks ask for new sizes in one order."""
         if size not in self._made:
-            if self.world % size:
-                raise ValueError(
-                    f"tensor parallel size {size} does not divide a job of {self.world} ranks"
-                )
-            blocks = [list(range(first, first + size)) for first in range(0, self.world, size)]
+            world = dist.get_world_size()
+            blocks = [list(range(first, first + size)) for first in range(0, world, size)]
             own, _ = dist.new_subgroups_by_enumeration(blocks)
             self._made[size] = TensorParallel(own)
         return self._made[size]

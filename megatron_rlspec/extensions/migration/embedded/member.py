@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.move import (
-    Arrivals,
-    KVMessage,
     RowReservation,
     TransferEndpoint,
 )
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
-from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRecord
+from megatron_rlspec.extensions.migration.plans.record import Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
-from megatron_rlspec.host.ranks import Pending, Ranks
+from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Load, Request, Sample, Sampling
 
@@ -50,22 +47,6 @@ class Report(NamedTuple):
     done: int
     moved: list[MoveRecord]
     error: str = ""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A move with this rank as its target, while it lasts.
-
-    source   rank
-    first    stage 1, which travels
-    granted  ids of the samples that may come
-    record   of what has arrived
-    """
-
-    source: int
-    first: Pending
-    granted: list[str]
-    record: MoveRecord
 
 
 class Member:
@@ -132,21 +113,16 @@ class Member:
             return
         now = self.engine.model.comm.size
         wanted = 1
-        how: How = "kv"
         open_requests = sum(report.open for report in self.reports[::now])
         if open_requests:
-            wanted = now
             loads = self._loads(order)[::now]  # one of each engine
-            change = self.sizes.decide(loads, now, order.cap)
-            if change is not None:
-                wanted = change.tp
-                how = change.how
+            wanted = self.sizes.decide(loads, now, order.cap)
         if wanted == now:
             return
         began = time.perf_counter()
-        self.runs = regroup(self.engine, self.ranks, self.groups, wanted, how)
+        self.runs = regroup(self.engine, self.ranks, self.groups, wanted)
         ms = (time.perf_counter() - began) * 1e3
-        record = {"from": now, "to": wanted, "samples": open_requests, "how": how, "ms": ms}
+        record = {"from": now, "to": wanted, "samples": open_requests, "ms": ms}
         self.changes.append(record)
 
     def _loads(self, order: Tick) -> list[Load]:
@@ -157,12 +133,9 @@ class Member:
             loads.append(replace(report.load, waiting=waiting))
         return loads
 
-    def _step(self, arrivals: Arrivals | None = None) -> None:
+    def _step(self) -> None:
         try:
-            if arrivals is None:
-                self.engine.step()
-            else:
-                self.engine.step(arrivals.runs, arrivals.land)
+            self.engine.step()
         except RuntimeError as error:  # torch's own, too: every error must reach rank 0
             self._error = f"rank {self.ranks.rank}: {error}".splitlines()[0]
 
@@ -203,87 +176,53 @@ class Member:
     # ---- moves ------------------------------------------------------------------------------------------------------
 
     def _move(self, plan: Sequence[Move]) -> None:
-        """Carry out the moves of a plan, in two rounds. Every rank passes every message in the order of the plan."""
-        rank = self.ranks.rank
-        leaving: list[tuple[int, list[str]]] = []  # targets, and the ids that they granted
-        coming: list[Arrival] = []
+        """Carry out the moves of a plan, and run one round. A rank takes part in one move at most."""
+        rank = str(self.ranks.rank)
         for move in plan:
-            if rank == int(move.source):
-                leaving.append((int(move.target), self._send_verified(move)))
-            elif rank == int(move.target):
-                coming.append(self._expect(move))
+            if rank == move.source:
+                self._leave(int(move.target), move.ids)
+                return
+            if rank == move.target:
+                self._come(move)
+                return
+        self._step()
+
+    def _leave(self, target: int, ids: Sequence[str]) -> None:
+        """As the source: send what the target grants. Samples that end in the round between the stages stay."""
+        ranks = self.ranks
+        ranks.send(target, self.mover.offer(ids))
+        grants: list[RowReservation] = ranks.receive(target)
+        ranks.send(target, self.mover.begin(grants))
         self._step()  # stage 1 travels meanwhile
-        for arrival in coming:
-            self._take_verified(arrival)
-        for target, granted in leaving:
-            self._send_rest(target, granted)
-        if coming:
-            self._land(coming)
-        else:
-            self._step()
-        self.ranks.flush()
-
-    def _send_verified(self, move: Move) -> list[str]:
-        """As the source: offer samples, and start to send those that are granted. Returns their ids."""
-        target = int(move.target)
-        offer = self.mover.offer(move.ids)
-        self.ranks.send(target, offer)
-        grants: list[RowReservation] = self.ranks.receive(target)
-        self.ranks.send(target, self.mover.begin(grants))
-        return [grant.id for grant in grants if not grant.refused]
-
-    def _send_rest(self, target: int, granted: Sequence[str]) -> None:
-        """As the source: send stage 2 of samples that have not ended meanwhile, which leave this rank."""
-        first, rest = self.mover.finish(granted)
-        gone = {columns.id for columns in first.samples}
+        rest = self.mover.finish()
+        gone = {columns.id for columns in rest.samples}
         self.runs = [run for run in self.runs if run.request.id not in gone]
-        self.ranks.send(target, first)
-        self.ranks.send(target, rest)
+        ranks.send(target, rest)
+        ranks.flush()
 
-    def _expect(self, move: Move) -> Arrival:
-        """As the target: reserve room, and start to receive."""
+    def _come(self, move: Move) -> None:
+        """As the target: reserve room, and take what comes."""
+        ranks = self.ranks
         source = int(move.source)
-        grants = self.mover.grant(self.ranks.receive(source))
-        self.ranks.send(source, grants)
-        granted = [grant.id for grant in grants if not grant.refused]
-        refused = next((grant.refused for grant in grants if grant.refused), "")
-        record = MoveRecord(move.source, move.target, [], "kv", 0, refused=refused)
-        return Arrival(source, self.ranks.expect(source), granted, record)
-
-    def _take_verified(self, arrival: Arrival) -> None:
+        ranks.send(source, self.mover.grant(ranks.receive(source)))
+        first = ranks.expect(source)
+        self._step()
         began = time.perf_counter()
-        self.mover.take(arrival.first.wait())
-        self._count(arrival, arrival.first, began)
-
-    def _land(self, coming: Sequence[Arrival]) -> None:
-        """Take what arrives in stage 2 into the second round."""
-        messages = []
-        rests = []
-        for arrival in coming:
-            message = self._receive_rest(arrival)
-            contexts = {one.id: one.context for one in self.reports[arrival.source].load.running}
-            for columns in message.samples:
-                arrival.record.ids.append(columns.id)
-                arrival.record.tokens += contexts.get(columns.id, 0)
-            messages.append((arrival.granted, message))
-            rests.append(partial(self._receive_rest, arrival))
-        arrivals = Arrivals(self.mover, messages, rests)
-        self.runs += [*arrivals.runs, *arrivals.queued]
-        self._step(arrivals)
-        arrivals.receive_rests()
-        self._moved += [arrival.record for arrival in coming]
-
-    def _receive_rest(self, arrival: Arrival) -> KVMessage:
-        """Receive a message of stage 2."""
-        began = time.perf_counter()
-        rest = self.ranks.expect(arrival.source)
-        message: KVMessage = rest.wait()
-        self._count(arrival, rest, began)
-        return message
-
-    def _count(self, arrival: Arrival, part: Pending, began: float) -> None:
-        arrival.record.bytes += part.bytes
-        arrival.record.ms += (time.perf_counter() - began) * 1e3
+        self.mover.take(first.wait())
+        rest = ranks.expect(source)
+        arrived = self.mover.land(rest.wait())
+        ranks.flush()
+        self.runs += arrived
+        record = MoveRecord(
+            source=move.source,
+            target=move.target,
+            ids=[run.request.id for run in arrived],
+            how="kv",
+            tokens=sum(len(run.tokens) for run in arrived),
+            bytes=first.bytes + rest.bytes,
+            ms=(time.perf_counter() - began) * 1e3,
+        )
+        self._moved.append(record)
 
     # ---- everything else --------------------------------------------------------------------------------------------
 
@@ -295,12 +234,8 @@ class Member:
             result = getattr(self.engine, name)(*arguments)
         except EngineError as failed:
             error = f"rank {self.ranks.rank}: {failed}"
-        return self._checked(error, result)
-
-    def _checked(self, error: str, result: Any = None) -> list[Any]:
-        """Return the results of all ranks. Raises EngineError, the first rank's that failed."""
         answers = self.ranks.share((error, result))
-        for failed, _ in answers:
-            if failed:
-                raise EngineError(failed)
+        for error, _ in answers:
+            if error:
+                raise EngineError(error)
         return [result for _, result in answers]

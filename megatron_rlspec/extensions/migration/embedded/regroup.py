@@ -13,7 +13,6 @@ from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.plans.rebalance import running_sample
-from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
@@ -41,17 +40,13 @@ def regroup(
     ranks: Ranks,
     groups: Groups,
     size: int,
-    how: How,
 ) -> list[ActiveRequest]:
     """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
 
-    how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
-    Returns the requests that this rank's engine draws from now on. Raises ValueError for a size that does not divide
-    the model or the job.
+    Returns the requests that this rank's engine draws from now on.
     """
     old = engine.model.comm.size
     switch = retile.Switch(groups, old, size)
-    engine.model.arch.check_size(size)
     requests_here = _requests_of(engine, switch, speaks=switch.before.rank == 0)
     told: list[EngineRequests] = ranks.share(requests_here)
     first = ranks.rank // switch.wide.size * switch.wide.size
@@ -65,7 +60,7 @@ def regroup(
     here = []
     for each in moving:
         id = each.request.id
-        if each.row is not None and how == "kv":
+        if each.row is not None:
             rows.append(each.row._replace(target=target[id]))
         if target[id] == switch.new_group:
             here.append((each.request, each.sampling))

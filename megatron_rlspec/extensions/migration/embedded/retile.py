@@ -70,11 +70,9 @@ def retile(
 def retile_weights(model: Decoder, switch: Switch) -> None:
     """Give every rank its part of the weights at the new size, one parameter after the other.
 
-    Every reference to a parameter stays valid. Raises ValueError for a size that does not divide the model; nothing has
-    changed then.
+    Every reference to a parameter stays valid.
     """
     comm = switch.after
-    model.arch.check_size(comm.size)
     for index, parameter in enumerate(model.parameters):
         if parameter.split is None:
             continue
@@ -216,7 +214,7 @@ def _moving(
         slots = elsewhere if new is None else cache.slots[new]
         moving[row.source].append(_columns(prompt, row.computed, row.drafted, old, slots))
         shared = row.tokens[:prompt].tobytes()
-        key = (row.target, shared if cache.share_prefix else row.id)
+        key = (row.target, shared)
         if key in carried:
             continue
         carried.add(key)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["kv", "recompute"]
-
 
 @dataclass(frozen=True)
 class Move:
@@ -25,14 +23,12 @@ class MoveRecord:
     how        "kv": their KV caches traveled; "recompute": the target prefills prompt and response
     tokens     of these samples when they moved, prompts included
     bytes, ms  that arrived, and that the target spent on them; of a recomputed sample, ms until it was sent on
-    refused    why some samples did not move
     """
 
     source: str
     target: str
     ids: list[str]
-    how: How
+    how: Literal["kv", "recompute"]
     tokens: int
     bytes: int = 0
     ms: float = 0.0
-    refused: str = ""
