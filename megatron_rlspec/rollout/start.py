@@ -332,7 +332,6 @@ def embedded(config: Config, kind: type[EmbeddedEngine] = EmbeddedEngine) -> Any
             max_running_requests=config.rollout.max_running_requests,
             max_total_tokens=config.rollout.max_total_tokens or 65536,
             max_length=config.model.max_length,
-            max_draft_tokens=max(64, 1 + max(config.spec.steps)),
             draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
             tokenizer=lambda: tokenizer,
             ends=ends_of_text(config.model.path, tokenizer),

@@ -40,7 +40,7 @@ class Engine(EmbeddedEngine):
     def __init__(self, config, tensors):
         self.wire = lambda name, tensor: tensor
         self.skip = False
-        super().__init__(config, tensors, max_length=64, max_total_tokens=2048, max_draft_tokens=8)
+        super().__init__(config, tensors, max_length=64, max_total_tokens=2048)
 
     def begin_update(self, version, scope="all"):
         if not self.skip:

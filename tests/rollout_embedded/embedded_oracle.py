@@ -179,6 +179,15 @@ def engine_of(config, tensors, spec: SpecConfig | Switching = OFF, kind=Embedded
     return engine
 
 
+def audit(cache) -> None:
+    """Check that every slot of a cache is free, or held by exactly one row or prefix."""
+    held = [prefix.slots for prefix in cache.prefixes.values()]
+    for row, prefix in cache.prefix.items():
+        held.append(cache.slots[row, len(prefix.tokens) : cache.held[row]])
+    slots = np.concatenate([cache.free[: cache.left], *held])
+    assert len(slots) == len(np.unique(slots)) == cache.total
+
+
 def meet(meeting: str) -> tuple[int, int]:
     """Join the job of a test's ranks, which meet in the file `meeting`. Returns the rank, and how many there are."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import Any
 
 import embedded_oracle as oracle
@@ -11,12 +9,12 @@ import numpy as np
 import torch.distributed as dist
 from test_lossless_equality import SWITCHING, wanted
 
-from megatron_rlspec.types import OFF, Sampling, SpecConfig
+from megatron_rlspec.types import Sampling, SpecConfig
 
 
 def answers(meeting: str) -> dict[str, Any]:
     """Texts, fingerprints and shard sizes of an engine over all ranks, which meet in the file `meeting`."""
-    rank, _ = oracle.meet(meeting)
+    oracle.meet(meeting)
     config, tensors = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=9)
     _, other = oracle.tiny(vocab=48, drafter="close", sharpness=2.0, seed=10)
     engine = oracle.engine_of(config, tensors, SpecConfig(3), group=dist.group.WORLD)
@@ -35,17 +33,4 @@ def answers(meeting: str) -> dict[str, Any]:
     engine.update_weights(1, other.items())
     answer["fingerprints"] = {name: str(value) for name, value in engine.fingerprints().items()}
     answer["updated"] = {s.request_id: s.response.tolist() for s in engine.generate(requests, plain)}
-    engine.set_config(OFF)
-    if rank == 0:  # an abort on one rank ends the sample on both, after the same round
-        done = []
-        long = Sampling(max_new_tokens=220, ignore_eos=True)
-        thread = threading.Thread(target=lambda: done.extend(engine.generate(requests[:2], long)), daemon=True)
-        thread.start()
-        while not any(len(run.response) > 10 for run in engine.running):
-            time.sleep(0.001)
-        engine.abort([requests[0].id])
-        thread.join(60)
-    else:
-        done = engine.generate(requests[:2], Sampling(max_new_tokens=220, ignore_eos=True))
-    answer["aborted"] = [[s.status, s.response.tolist()] for s in done]
     return answer

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder, Placement
 
 SPARE = 16  # columns
@@ -158,20 +157,6 @@ class Cache:
             del self.prefixes[prefix.key]
         self.held[row] = self.length[row] = 0
         self.free_rows.append(row)
-
-    def audit(self) -> None:
-        """Check that every slot is free or held by exactly one row or prefix. Raises EngineError."""
-        used = [prefix.slots for prefix in self.prefixes.values()]
-        for row, prefix in self.prefix.items():
-            first = len(prefix.tokens)
-            used.append(self.slots[row, first : self.held[row]])
-        slots = np.concatenate([self.free[: self.left], *used])
-        distinct = len(np.unique(slots))
-        if len(slots) != self.total or distinct != self.total:
-            raise EngineError(
-                f"KV accounting: {self.left} free + {len(slots) - self.left} used slots, "
-                f"{distinct} distinct, expected {self.total}"
-            )
 
     def clear(self) -> None:
         """Zero the contents. A NaN that bad weights left in a masked key would spread, because NaN × 0 is NaN."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.embedded.model import Decoder
 from megatron_rlspec.speculation.rule import SpecRule
@@ -14,19 +15,12 @@ from megatron_rlspec.types import OFF, SpecConfig
 class ConfigChoice:
     """See `RolloutEngine.set_config`, `set_spec_rule`, `hold` and `release`.
 
-    candidates        of a rule that names none
-    max_draft_tokens  tokens of a sample that a round verifies, at most
+    candidates  of a rule that names none
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        candidates: Sequence[SpecConfig],
-        max_draft_tokens: int,
-    ) -> None:
+    def __init__(self, model: Decoder, candidates: Sequence[SpecConfig]) -> None:
         self.model = model
         self.candidates = tuple(candidates)
-        self.max_draft_tokens = max_draft_tokens
         self.held = ""  # why speculation is held off
         self.chosen: SpecConfig | SpecRule = OFF  # also while it is held off
         # the last rule set; a configuration may have replaced it since
@@ -83,7 +77,7 @@ class ConfigChoice:
                 raise EngineError(
                     f"embedded engine: {config} needs a drafter, and the model has none"
                 )
-            if config.num_steps >= self.max_draft_tokens:
+            if config.num_steps > MOST_DRAFTS:
                 raise EngineError(
-                    f"embedded engine: {config} needs max_draft_tokens >= {config.num_steps + 1}"
+                    f"embedded engine: {config}: expected at most {MOST_DRAFTS} drafts"
                 )

@@ -5,7 +5,7 @@ whose prompt is prefilled. In a round, the drafter runs on the tokens committed 
 the target verifies it in one masked pass; the verifier commits at least one token per sample.
 
 The threads that call `generate` run the steps. Several threads may call; their requests share rounds. Under tensor
-parallelism every rank must make the same calls.
+parallelism every rank must make the same calls between the same rounds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.engine import EngineDescription, EngineError
 from megatron_rlspec.models.config import sharpness_of
 from megatron_rlspec.push.bucket import Bucket
@@ -56,7 +57,11 @@ _CLOSED = "closed"
 
 @dataclass
 class _Update:
-    """An open update. names: tensors of its scope; doubtful: those that neither it nor an earlier one delivered."""
+    """An open update.
+
+    names     the tensors of its scope
+    doubtful  tensors whose content is unknown, because no finished update brought them; this update's arrivals leave
+    """
 
     version: int
     scope: Scope
@@ -75,7 +80,6 @@ class EmbeddedEngine:
                           KV cache is recomputed later
     max_running_requests  samples that run at once
     max_length            tokens of a sample
-    max_draft_tokens      tokens of a sample that a round verifies
     group                 the tensor-parallel group
     tokenizer             loads the model's, for stop strings
     ends                  token ids that end a text, beside those of config.json
@@ -99,7 +103,6 @@ class EmbeddedEngine:
         max_running_requests: int = 256,
         max_total_tokens: int = 65536,
         max_length: int = 4096,
-        max_draft_tokens: int = 64,
         prefill_chunk: int = 2048,
         group: torch.distributed.ProcessGroup | None = None,
         version: int = 0,
@@ -107,19 +110,17 @@ class EmbeddedEngine:
         tokenizer: Callable[[], Any] | None = None,
         ends: Iterable[int] = (),
     ) -> None:
-        if max_total_tokens < max_length + max_draft_tokens:
+        columns = max_length + MOST_DRAFTS
+        if max_total_tokens < columns:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} does not hold one sample of max_length={max_length} "
-                f"and its {max_draft_tokens} drafts"
+                f"and its {MOST_DRAFTS} drafts"
             )
         self.arch = Architecture.from_hf(hf_config)
-        columns = max_length + max_draft_tokens
         comm = TensorParallel(group) if group is not None else Solo()
         self.model = Decoder(self.arch, dtype, device, comm, columns)
         if self.arch.eagle3:
-            wanted = self.arch.eagle3.draft_vocab_size
-            if draft_words is None or len(draft_words) != wanted:
-                raise ValueError(f"an EAGLE-3 drafter needs draft_words, {wanted} token ids")
+            assert draft_words is not None
             self.model.draft_ids = draft_words.to(device)
         self.cache = Cache(self.model, max_running_requests, columns, max_total_tokens)
         self.rounds = RoundRunner(
@@ -127,14 +128,14 @@ class EmbeddedEngine:
         )
         all_ends = {*self.arch.eos, *ends}
         self.scheduler = Scheduler(self.cache, self.rounds, max_length, all_ends, tokenizer)
-        self.choice = ConfigChoice(self.model, candidates, max_draft_tokens)
+        self.choice = ConfigChoice(self.model, candidates)
         self.max_running_requests = max_running_requests
         self._log = RoundLog()
         self._lock = threading.RLock()
         self._steady = threading.Condition(self._lock)  # no update is open
         self._update: _Update | None = None
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
-        self._doubtful = set(self.model.tensors)  # tensors that no update has delivered completely
+        self._doubtful = set(self.model.tensors)  # tensors whose content is unknown
         self.set_config(config)
         update_weights(self, version, tensors)
 
@@ -189,8 +190,6 @@ class EmbeddedEngine:
             with self._lock:
                 for run in runs:
                     self.scheduler.remove(run)
-                if not self.running and not self.waiting and not self._broken:
-                    self.cache.audit()
         return [run.sample for run in runs if run.sample is not None]
 
     def begin_update(self, version: int, scope: Scope = "all") -> None:
@@ -286,7 +285,7 @@ class EmbeddedEngine:
 
     def hold(self, reason: str) -> None:
         with self._lock:
-            self.choice.held = reason or "held"
+            self.choice.held = reason
 
     def release(self) -> None:
         with self._lock:
@@ -346,7 +345,6 @@ class EmbeddedEngine:
         """Run one step. The caller holds the lock. Raises EngineError."""
         if self._broken:
             raise EngineError(f"embedded engine: {self._broken}")
-        self._agree()
         for run in [run for run in self.scheduler.every if run.abort]:
             self.scheduler.end(run, "aborted")
         self._broken = "an earlier round failed"
@@ -407,16 +405,6 @@ class EmbeddedEngine:
             status = run.commit(tokens[i][:count], logprobs[i][:count], self.version)
             if status is not None:
                 self.scheduler.end(run, status)
-
-    def _agree(self) -> None:
-        """Have all tensor-parallel ranks abort the same requests at the same round; one rank's wish is enough."""
-        runs = self.scheduler.every
-        if self.model.comm.size > 1:
-            wishes = [run.abort for run in runs]
-            flags = torch.tensor(wishes, dtype=torch.int32, device=self.model.device)
-            agreed = self.model.comm.sum(flags).tolist()
-            for run, abort in zip(runs, agreed, strict=True):
-                run.abort = abort > 0
 
 
 def _refusal(update: _Update, problem: str) -> EngineError:

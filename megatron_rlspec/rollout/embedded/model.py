@@ -18,7 +18,7 @@ from megatron_rlspec.models.config import DRAFTER, refusal, stated_ends
 from megatron_rlspec.models.config import PREFIX as EAGLE3
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config
 from megatron_rlspec.models.families import FAMILIES, names_where
-from megatron_rlspec.models.rope import Rope, kind, settings
+from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.rollout.embedded.packed import PackedWeights
 from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 
@@ -61,20 +61,15 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
-        """Read the sizes. Raises ValueError for a model that the embedded engine cannot run."""
+        """Read a config.json that `models.config.check_config` accepts.
+
+        Raises ValueError for a model that the embedded engine cannot run.
+        """
         name = (config.get("architectures") or ["none"])[0]
         known = names_where(lambda facts: facts.embedded)
         if name not in known:
             raise ValueError(f"config.json: {refusal(name, 'run by the embedded engine', known)}")
         facts = FAMILIES[name]
-        if (scaling := kind(settings(config))) not in ("default", "llama3", "yarn"):
-            raise ValueError(
-                f"the embedded engine has rotary embeddings of type default, llama3 and yarn; config.json has {scaling}"
-            )
-        if config.get("use_sliding_window"):
-            raise ValueError(
-                "the embedded engine has no sliding window; config.json has use_sliding_window = true"
-            )
         layers = config["num_hidden_layers"]
         attention = _attention(config)
         eagle3 = None

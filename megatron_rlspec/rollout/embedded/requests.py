@@ -52,15 +52,14 @@ class ActiveRequest:
         All tokens but the last one were drafts.
         """
         first = len(self.response)
-        last = first + len(tokens)
         status: Status | None = None
-        ends = last >= self.limit or not self.stops.isdisjoint(tokens)
-        if ends or self.strings is not None:
-            status = self._commit_up_to_the_end(tokens, logprobs)
-            last = len(self.response)
-        else:
-            self.response += tokens
-            self.logprobs += logprobs
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.response.append(token)
+            self.logprobs.append(logprob)
+            status = self.status()
+            if status is not None:
+                break
+        last = len(self.response)
         if len(tokens) > 1:
             self.spans.append((first, min(first + len(tokens) - 1, last)))
         if self.versions and self.versions[-1][0] == version:
@@ -71,26 +70,14 @@ class ActiveRequest:
             self.rounds += 1
         return status
 
-    def _commit_up_to_the_end(self, tokens: list[int], logprobs: list[float]) -> Status | None:
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            self.response.append(token)
-            self.logprobs.append(logprob)
-            if self.stopped():
-                return "finished"
-            if len(self.response) >= self.limit:
-                return "truncated"
-        return None
-
-    def stopped(self) -> bool:
-        """Return whether the last token ends the response."""
+    def status(self) -> Status | None:
+        """Return how the sample ends with the last token of its response; None if it goes on."""
         last = len(self.response) - 1
         if self.response[last] in self.stops:
-            return True
-        return self.strings is not None and self.strings.end(self.response, last) is not None
-
-    def finish(self, status: Status) -> None:
-        """Set `sample`."""
-        self.sample = self.so_far(status)
+            return "finished"
+        if self.strings is not None and self.strings.end(self.response, last) is not None:
+            return "finished"
+        return "truncated" if len(self.response) >= self.limit else None
 
     def continued(self) -> Request:
         """Return the request with which another engine goes on."""

@@ -83,11 +83,12 @@ class Scheduler:
         known.add(request.id)
         if request.partial is not None:
             try:
-                status = ended(run.response, run.stops, run.limit)
+                ended(run.response, run.stops, run.limit)
             except ValueError as error:
                 raise RequestError(f"request {request.id}: {error}") from None
-            if status is not None or run.stopped():
-                run.finish("finished" if run.stopped() else "truncated")
+            status = run.status()
+            if status is not None:
+                run.sample = run.so_far(status)
 
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
         """Queue requests. Raises EngineError, and queues none, if one of them is wrong."""
@@ -153,4 +154,4 @@ class Scheduler:
     def end(self, run: ActiveRequest, status: Status) -> None:
         """Take a run out, and make its sample."""
         self.remove(run)
-        run.finish(status)
+        run.sample = run.so_far(status)

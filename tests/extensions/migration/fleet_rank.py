@@ -38,20 +38,18 @@ def engine(**options: Any) -> Any:
     return made
 
 
-def scenario(meeting: str, moves: bool) -> Any:
+def scenario(meeting: str) -> Any:
     """Join the job. Rank 0 drives the fleet and returns what it saw; the others follow."""
     rank, _ = oracle.meet(meeting)
     torch.set_num_threads(1)
-    planner = Rebalancer(STEEP, (SpecConfig(3),)) if moves else None
+    planner = Rebalancer(STEEP, (SpecConfig(3),))
     plans = []
-    if planner is not None:
-        plan = planner.plan
-        planner.plan = lambda loads: plans.append(plan(loads)) or plans[-1]
-    # Without moves few samples run at once, so that some wait.
-    member = Member(engine(max_running_requests=256 if moves else 2), Ranks(), planner)
+    plan = planner.plan
+    planner.plan = lambda loads: plans.append(plan(loads)) or plans[-1]
+    member = Member(engine(), Ranks(), planner)
     if rank:
         Follower(member).close()
-        member.engine.cache.audit()
+        oracle.audit(member.engine.cache)
         return [str(p) for p in plans if p]
     fleet = Fleet(member, every=4)
     found = lead(fleet)
@@ -134,6 +132,6 @@ def lead(fleet: Fleet) -> dict[str, Any]:
         fleet.generate([replace(requests()[0], id="x"), replace(requests()[0], id="x")], LONG)
     except EngineError as error:
         found["twice"] = str(error)
-    fleet.member.engine.cache.audit()
+    oracle.audit(fleet.member.engine.cache)
     found["left"] = fleet.member.engine.cache.left == fleet.member.engine.cache.total
     return found

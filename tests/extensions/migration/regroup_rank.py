@@ -75,7 +75,7 @@ def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
     Then the drafts of a sample depend on its own tokens alone, and not on the batch.
     """
     spec = SpecConfig(3) if phases else SWITCHING
-    sizes: dict[str, Any] = {"max_length": 96, "max_total_tokens": slots, "max_draft_tokens": 16}
+    sizes: dict[str, Any] = {"max_length": 96, "max_total_tokens": slots}
     words = WORDS if kind == "eagle3" else None
     made = oracle.engine_of(*model(kind), spec, MigratableEmbeddedEngine, version=1, draft_words=words, **sizes)
     if phases:
@@ -127,7 +127,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
         script.sizes = [*script.sizes, *sizes, 0][:-1]
     if rank:
         Follower(member)._thread.join()
-        member.engine.cache.audit()
+        oracle.audit(member.engine.cache)
         return {"changes": [(c["from"], c["to"]) for c in member.changes], "held": script.held}
     fleet = Fleet(member, every=3)
     if speculation == "rule":
@@ -148,5 +148,5 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
     found["same"] = fleet.fingerprints() == engine(kind=kind).fingerprints()
     found["held"] = script.held
     fleet.close()
-    member.engine.cache.audit()
+    oracle.audit(member.engine.cache)
     return found

@@ -32,7 +32,7 @@ def of_kind(
     if kind != "eagle3":
         return config, tensors
     own = config | {"intermediate_size": 40, "draft_vocab_size": len(words), "num_hidden_layers": 1}
-    own |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+    own |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "attention_bias": False}
     own |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0]}}
     config |= {"num_nextn_predict_layers": 0, "eagle3": own}
     model = Decoder(Architecture.from_hf(config), torch.float64, "cpu", Solo(), 8)
@@ -55,10 +55,15 @@ def model_at(groups: Groups, tp: int, kind: str = "untied") -> Decoder:
     return model
 
 
-def weights(meeting: str, kind: str) -> list[str]:
-    """Names of tensors that differ, after each switch along PATH, from a model that was loaded at that size."""
+def contents(meeting: str, slots: int, kind: str) -> list[str]:
+    """What is wrong in weights and caches after switches along PATH."""
     oracle.meet(meeting)
     groups = Groups()
+    return weights(groups, kind) + caches(groups, slots, kind)
+
+
+def weights(groups: Groups, kind: str) -> list[str]:
+    """Names of tensors that differ, after each switch along PATH, from a model that was loaded at that size."""
     model = model_at(groups, 1, kind)
     _forward(model, torch.arange(5))
     different = []
@@ -133,7 +138,7 @@ def wrong(
     cache: Cache, groups: Groups, tp: int, expected: dict[str, retile.CacheRow], seated: dict[str, int]
 ) -> list[str]:
     """What a cache holds otherwise than `paint` paints it."""
-    cache.audit()
+    oracle.audit(cache)
     painted = Cache(cache.model, cache.rows, cache.columns, cache.total)
     found = []
     for id, row in seated.items():
@@ -165,13 +170,11 @@ def wrong(
     return found
 
 
-def caches(meeting: str, slots: int, kind: str) -> list[str]:
-    """What is wrong in the caches after switches along PATH; one line a switch says how many rows have room."""
-    rank, _ = oracle.meet(meeting)
-    groups = Groups()
+def caches(groups: Groups, slots: int, kind: str) -> list[str]:
+    """What is wrong in the caches after switches along PATH, and which rows have no room."""
     model = model_at(groups, 1, kind)
     cache = Cache(model, 16, 64, slots)
-    mine = rows_of(cache, rank)
+    mine = rows_of(cache, dist.get_rank())
     paint(cache, groups, 1)
     found = []
     for old, new in zip(PATH, PATH[1:], strict=False):
@@ -192,7 +195,7 @@ def caches(meeting: str, slots: int, kind: str) -> list[str]:
     return found
 
 
-def memory(meeting: str, slots: int, path: tuple[int, ...]) -> list[float]:
+def memory(meeting: str, slots: tuple[int, ...], path: tuple[int, ...]) -> list[float]:
     """Return by how many layers the resident memory of this rank exceeded that before and after, change by change.
 
     A layer is its weights, and its keys and values, at the smaller of the two sizes.
@@ -200,7 +203,11 @@ def memory(meeting: str, slots: int, path: tuple[int, ...]) -> list[float]:
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed leaves the process at once
     oracle.meet(meeting)
     groups = Groups()
-    config = oracle.tiny(vocab=4096, heads=8, kv_heads=4, hidden=256, layers=1)[0] | {"num_hidden_layers": 6}
+    return [layers for count in slots for layers in growth(groups, count, path)]
+
+
+def growth(groups: Groups, slots: int, path: tuple[int, ...]) -> list[float]:
+    config = oracle.tiny(vocab=4096, heads=8, kv_heads=4, hidden=512, layers=1)[0] | {"num_hidden_layers": 6}
     model = Decoder(Architecture.from_hf(config), torch.float32, "cpu", groups.of(path[0]), 512)
     cache = Cache(model, 8, slots // 8, slots)
     for tensor in (*(p.fused for p in model.parameters), *cache.kv, cache.hidden):

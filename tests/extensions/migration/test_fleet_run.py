@@ -36,15 +36,25 @@ STILL = {name: value for name, value in OPTIONS.items() if name.startswith(("rol
 FIRST = ("rollout/samples", "rollout/reward", "rollout/response_tokens", "rollout/longest_response")
 
 
+@pytest.fixture(scope="module")
+def alone(start, tmp_path_factory):
+    """The first step's metrics of a run on one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(start, folder, **STILL, train__steps=1)
+    return first_step(folder)
+
+
+def first_step(folder):
+    record = read_records(folder / "metrics.jsonl")[0]
+    return [record[name] for name in FIRST]
+
+
 @pytest.mark.slow
-def test_ranks_train_while_they_draw(start, tmp_path, monkeypatch):
+def test_ranks_train_while_they_draw(start, alone, tmp_path, monkeypatch):
     """Main threads train while the threads of the fleet draw; texts are those of one rank."""
-    option = {"rollout__staleness": 1, "train__steps": 2}
-    run(start, tmp_path / "alone", **STILL, **option)
     monkeypatch.setenv("RIDGE", "1")
-    run(start, tmp_path / "two", ranks=2, module="given_costs", **OPTIONS, **option)
-    ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
-    assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
+    run(start, tmp_path, ranks=2, module="given_costs", **OPTIONS, rollout__staleness=1, train__steps=2)
+    assert first_step(tmp_path) == alone
 
 
 def sizes_table(path):
@@ -58,27 +68,16 @@ def sizes_table(path):
 
 
 @pytest.mark.slow
-def test_two_ranks_join_into_one_engine_and_draw_the_same(start, tmp_path):
-    options = STILL | {"train__steps": 2}
-    run(start, tmp_path / "alone", **options)
-    options |= {"tail__every": 4}
-    table = sizes_table(tmp_path / "sizes.json")
-    run(start, tmp_path / "two", ranks=2, **options, tail__tp="1,2", tail__cost_table=table)
-    ours, theirs = (read_records(tmp_path / name / "metrics.jsonl") for name in ("two", "alone"))
-    assert [ours[0][name] for name in FIRST] == [theirs[0][name] for name in FIRST]
-    rows = [json.loads(line) for line in (tmp_path / "two" / "moves.jsonl").read_text().splitlines()]
-    changes = [(change["from"], change["to"]) for row in rows for change in row["sizes"]]
-    assert (1, 2) in changes and (2, 1) in changes
-
-
-@pytest.mark.slow
-def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start, tmp_path, monkeypatch):
-    """Steps that were finished are kept; the step in progress is drawn anew, with the same texts."""
+def test_a_rank_killed_in_a_change_of_the_size_ends_the_run_which_resumes(start, alone, tmp_path, monkeypatch):
+    """Two ranks that join draw what one draws. Finished steps are kept; the step in progress is drawn anew."""
     options = STILL | {"tail__tp": "1,2", "tail__every": 4}
     options |= {"train__record_gib": 1, "train__steps": 4}
     options["tail__cost_table"] = sizes_table(tmp_path / "sizes.json")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(start, whole, ranks=2, **options)
+    assert first_step(whole) == alone
+    changes = [(size["from"], size["to"]) for row in read_records(whole / "moves.jsonl") for size in row["sizes"]]
+    assert (1, 2) in changes and (2, 1) in changes
     monkeypatch.setenv("RUN", str(killed))
     moment = tmp_path / "killed.killed"
     process = train(start, killed, program=Path(__file__).parents[2] / "dying_run.py", ranks=2, **options)
@@ -119,9 +118,8 @@ def test_options_that_cannot_be_are_refused(given, ranks, message):
         )
 
 
-@pytest.mark.parametrize("moves", [pytest.param(False, marks=pytest.mark.slow), True], ids=["queue", "moves"])
-def test_a_fleet_generates_what_one_engine_generates(tmp_path, moves):
-    found, *others = on_ranks(3, fleet_rank.scenario, str(tmp_path / "meeting"), moves)
+def test_a_fleet_generates_what_one_engine_generates(tmp_path):
+    found, *others = on_ranks(3, fleet_rank.scenario, str(tmp_path / "meeting"))
     wanted = [s.tokens.tolist() for s in fleet_rank.engine().generate(fleet_rank.requests(), fleet_rank.LONG)]
     assert found["texts"] == wanted and found["seen"] and found["again"] == [wanted, wanted]
     assert all(versions == ((1, 0, 60),) for versions in found["versions"])
@@ -133,7 +131,7 @@ def test_a_fleet_generates_what_one_engine_generates(tmp_path, moves):
     assert found["early"] == [("aborted", 0)] * len(wanted), "aborted before any rank had it"
     assert all(plans == found["plans"] for plans in others), "all ranks made the same plans"
     records = found["moved"]["moves"]
-    assert bool(found["plans"]) == bool(records) == moves
+    assert found["plans"] and records
     for record in records:
         assert record["source"] != record["target"] and record["how"] == "kv"
         assert record["bytes"] > 0 and record["tokens"] > 0

@@ -69,7 +69,7 @@ class Fleet:
             done = [run for run in runs if run.sample is not None]
             assert len(at) + len(done) + (id in self.travelling) == 1, id
         for engine in self.engines:
-            engine.cache.audit()
+            oracle.audit(engine.cache)
 
     def step(self, which=None) -> None:
         for engine in self.engines if which is None else which:
@@ -118,7 +118,7 @@ class Fleet:
         while self.busy:
             self.step()
         for engine in self.engines:
-            engine.cache.audit()
+            oracle.audit(engine.cache)
             assert engine.cache.left == engine.cache.total
         return self.samples()
 

@@ -10,24 +10,19 @@ import retile_rank
 from train_ranks import on_ranks
 
 
-@pytest.mark.parametrize(
-    "kind", ["untied", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("tied", "eagle3"))]
-)
-def test_weights_are_those_of_a_model_loaded_at_the_new_size(tmp_path, kind):
-    assert on_ranks(4, retile_rank.weights, str(tmp_path / "meeting"), kind) == [[]] * 4
-
-
-@pytest.mark.parametrize("kind", ["untied", pytest.param("eagle3", marks=pytest.mark.slow)])
-def test_keys_values_and_hidden_states_arrive_bit_for_bit(tmp_path, kind):
-    assert on_ranks(4, retile_rank.caches, str(tmp_path / "meeting"), 256, kind) == [[]] * 4
+@pytest.mark.parametrize("kind", ["untied", pytest.param("tied", marks=pytest.mark.slow), "eagle3"])
+def test_weights_and_caches_are_those_of_the_new_size_bit_for_bit(tmp_path, kind):
+    assert on_ranks(4, retile_rank.contents, str(tmp_path / "meeting"), 256, kind) == [[]] * 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [512, 8192], ids=["weights", "caches"])
-def test_peak_memory_grows_by_about_three_layers(tmp_path, slots):
-    """Of six. gloo's buffers count, and a busy machine holds more of them: 2.8 to 3.1 layers were seen."""
-    for found in on_ranks(4, retile_rank.memory, str(tmp_path / "meeting"), slots, (1, 2, 4, 1)):
-        assert max(found) <= 3.5, found
+def test_peak_memory_grows_by_few_layers(tmp_path):
+    """By about three of six, with many weights and with many slots: a change does not gather the whole model.
+
+    Threads of gloo hold buffers of their own, more of them on a busy machine. Layers of 9 MB make them not count.
+    """
+    found = on_ranks(4, retile_rank.memory, str(tmp_path / "meeting"), (512, 8192), (1, 2, 4, 1))
+    assert max(map(max, found)) <= 3.5, found
 
 
 def run(tmp_path, scripts, *, slots=4096, kind="mtp", speculation="switching"):
@@ -80,14 +75,3 @@ def test_a_rule_draws_the_same_texts_through_changes(tmp_path, undisturbed):
 def test_samples_without_room_are_computed_anew(tmp_path, undisturbed):
     found = run(tmp_path, [[4, 1, 2, 4]], slots=160)
     assert found["texts"] == [[s.tokens.tolist() for s in undisturbed]]
-
-
-@pytest.mark.lossless
-@pytest.mark.slow
-def test_any_schedule_of_sizes_draws_the_same_texts(tmp_path, undisturbed):
-    """About 100 changes at random."""
-    rng = np.random.default_rng(0)
-    scripts = [rng.choice([1, 2, 4], 20).tolist() for _ in range(14)]
-    found = run(tmp_path, scripts)
-    assert found["texts"] == [[s.tokens.tolist() for s in undisturbed]] * len(scripts)
-    assert len(found["changes"]) >= 100

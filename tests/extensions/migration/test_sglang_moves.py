@@ -54,8 +54,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, SGLa
 
 
 @pytest.mark.lossless
-@pytest.mark.parametrize("rule", ["turns", "chosen drafts"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["T=1", "filtered"])
+@pytest.mark.parametrize(("rule", "sampling"), list(zip(["turns", "chosen drafts"], SAMPLINGS, strict=True)))
 def test_random_moves_change_no_text(engines: dict[str, SGLangEngine], sampling: Sampling, rule: str) -> None:
     asked = fresh(12, f"moves-{sampling.temperature}", 500)
     engines["a"].set_config(OFF)

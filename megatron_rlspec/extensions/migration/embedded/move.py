@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Request, Sampling
@@ -140,8 +141,7 @@ class TransferEndpoint:
             response = np.zeros(length - len(prompt), np.int64)  # not known yet
             tokens = np.concatenate([prompt, response])
             # with room for the round between the stages
-            columns = length + self.engine.choice.max_draft_tokens
-            row = cache.open(tokens, len(prompt), min(columns, cache.columns))
+            row = cache.open(tokens, len(prompt), length + 1 + MOST_DRAFTS)
             if row is None:
                 continue
             self.reserved[id] = row
