@@ -1,4 +1,4 @@
-"""Check a bucket of weights before anything is loaded: every byte of it has a use, and every tensor a place.
+"""Check a bucket of weights before anything is loaded: its tensors cover all its bytes, and the engine holds each.
 
 A bucket in a request is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON
 header, and the tensors' bytes. Imports no SGLang.

@@ -1,6 +1,7 @@
-"""Ids of samples. A client's own are for its eyes; SGLang gets ids that are unique in the engine.
+"""Ids of samples. A client chooses its own, which may come twice. SGLang gets ids that are unique in the engine.
 
-SGLang aborts by prefix. No id of ours is a prefix of another one, because all begin with as many random digits.
+SGLang aborts all ids that begin with the one that is given. None of ours begins with another one: all of them begin
+with the same number of random digits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Aborted samples: a sample whose last round reaches its own end has ended by itself."""
+"""Aborted samples: one that reaches its end in the round in which it is aborted counts as ended, not as aborted."""
 
 from __future__ import annotations
 

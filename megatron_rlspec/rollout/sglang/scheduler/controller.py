@@ -110,11 +110,9 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         ragged.present.begin(rule.drafts(batch_size), most, rule.selection, self._batch)
 
     def _catch_up(self, n: int) -> list[int] | None:
-        """Let n drafters read what they missed. Returns `_drafting`.
-
-        Its first copy to a GPU waits for the round before. That is no time of catching up.
-        """
+        """Let n drafters read what they missed. Returns `_drafting`."""
         device = self._batch.seq_lens.device
+        # Wait for the round before, so that its time does not count as time of catching up.
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         began = time.perf_counter()

@@ -21,7 +21,8 @@ from torch import Tensor
 class SkippedRound:
     """The drafter's inputs of one round: `width` rows of each request, of which the first `counts` are valid.
 
-    at  the most tokens that a request can have missed before this round
+    `at` orders the rounds: it counts the tokens of earlier rounds, of a request that took part in all of them and whose
+    drafts were all accepted.
     """
 
     at: int
@@ -34,7 +35,7 @@ class SkippedRound:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one request, in the order of time. `at`: `SkippedRound.at` of each."""
+    """Rows of one request, in the order of time. `at` is `SkippedRound.at` of the round of each row."""
 
     at: np.ndarray  # [n]
     hidden: Tensor  # [n, H]
@@ -101,8 +102,7 @@ def split(
 class Stash:
     """The rows of running requests in host memory, in chunks of some rounds.
 
-    It holds at most two rows per token of the running requests, a few per cent of the KV cache, and the rows of refused
-    drafts.
+    They take a few per cent of the size of the KV cache.
     """
 
     def __init__(self) -> None:

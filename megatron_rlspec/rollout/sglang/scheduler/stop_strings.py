@@ -1,8 +1,11 @@
 """Stop strings in SGLang's scheduler: a response ends where plain decoding ends it, whatever was drafted.
 
-SGLang decodes as many tokens as its tokenizer makes of the longest string, and more if a round accepted more. So it
-finds a string that was sampled in smaller tokens only if a round accepted enough of them; of several strings it takes
-the first of the list, not of the text; and a string behind a stop token of the same round wins.
+SGLang decodes the newest tokens, as many as its tokenizer makes of the longest stop string, or as many as the round
+accepted if these are more. That has three faults:
+
+- A string that was sampled in smaller tokens is found only if the round accepted enough of them.
+- Of several strings the first of the list ends the response, not the first in the text.
+- A string behind a stop token of the same round ends the response, in place of that token.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ after SGLang has applied penalties, biases and grammar masks.
 
 On a GPU the kernel of `kernels/sampling.py` draws from the logits, in plain decoding, too, and gives the log-probs
 with the tokens. Rows of requests with top-k, top-p or min-p, rounds that ask for more than a token's log-prob, and
-machines without the kernel take SGLang's functions. What draws a row does not depend on the rows beside it. Both draw
-the same tokens, but where two scores differ by less than float32 rounds a softmax.
+machines without the kernel take SGLang's functions. Which of the two draws a row does not depend on other rows. Both
+draw the same token, except where two scores differ by less than the rounding of a float32 softmax.
 """
 
 from __future__ import annotations
