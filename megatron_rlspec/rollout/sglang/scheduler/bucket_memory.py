@@ -3,8 +3,8 @@
 With the transport `handles` a scheduler gets, in place of SGLang's pickled tensors, a handle of the trainer's memory
 and what it holds, as JSON. That saves the copy through the server's process.
 
-SGLang's loaders of target and drafter copy tensor by tensor, 40 to 60 a bucket. They get slices of one piece of memory,
-on a GPU of its own, to which the bucket went from pinned memory.
+SGLang's loaders of target and drafter copy tensor by tensor, 40 to 60 a bucket. On a GPU the whole bucket is copied
+there first, through pinned memory, and the loaders get slices of that copy.
 """
 
 from __future__ import annotations
