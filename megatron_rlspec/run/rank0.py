@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host import ranks
 from megatron_rlspec.host.interruption import Interruption
@@ -16,7 +14,6 @@ from megatron_rlspec.push.push import PushError
 from megatron_rlspec.run.generation import RolloutCancelledError
 from megatron_rlspec.run.rollouts import Rollouts
 from megatron_rlspec.tasks import rewards
-from megatron_rlspec.types import Group
 
 DONE, AGAIN, OVER = range(3)
 
@@ -71,10 +68,3 @@ class Rank0:
         if outcome == OVER:
             self.stop(reason)
         return outcome == DONE
-
-    def share(self, groups: list[Group]) -> list[Group]:
-        """Return rank 0's groups on every rank. Collective."""
-        if dist.get_world_size() == 1:
-            return groups
-        shared: list[Group] = ranks.job().tell(groups)
-        return shared

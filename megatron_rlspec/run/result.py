@@ -21,45 +21,33 @@ from megatron_rlspec.train.step import Trainer
 CARD = "README.md"
 
 
-class Results:
-    """Writes the models of a run: at its end, and of single steps. Every rank holds one."""
+def write_result(loaded: Loaded, trainer: Trainer, records: Records, name: str = "hf") -> None:
+    """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
 
-    def __init__(self, loaded: Loaded, trainer: Trainer, records: Records) -> None:
-        """`records` know what the model card says."""
-        self._run_dir = Path(trainer.config.train.run_dir)
-        self._loaded = loaded
-        self._trainer = trainer
-        self._records = records
-
-    def write(self, name: str = "hf") -> None:
-        """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
-
-        Older directories of other names than hf/ are replaced.
-        """
-        result = self._run_dir / name
-        config = self._trainer.config
-        model_path = config.model.path
-        # directories by the names that they get at the end; the policy's is the last
-        built: dict[Path, Path] = {}
-        with exporting(self._trainer.export) as source:
-            if source is not None:
-                sharpness = self._trainer.sharpness
-                built = build_result(
-                    model_path, config.drafter, self._loaded, source, result, sharpness
-                )
-        if not built:
-            return
-        drafter = next(iter(built))
-        about = self._records.about
-        has_mtp = drafter == result and bool(self._loaded.hf_config.get("num_nextn_predict_layers"))
-        text = card(model_path, about, result, drafter if drafter != result else None, has_mtp)
-        (built[result] / CARD).write_text(text)
-        for target, directory in built.items():
-            publish(directory, target, replace=name != "hf")
-        what = f"{'policy and drafter' if has_mtp else 'the policy'} as a Hugging Face checkpoint"
-        if drafter != result:
-            what = f"the policy, and {drafter}, its EAGLE-3 drafter"
-        tell(f"written: {result}, {what}", sys.stdout)
+    Older directories of other names than hf/ are replaced. `records` know what the model card says.
+    """
+    config = trainer.config
+    model_path = config.model.path
+    result = Path(config.train.run_dir) / name
+    # directories by the names that they get at the end; the policy's is the last
+    built: dict[Path, Path] = {}
+    with exporting(trainer.export) as source:
+        if source is not None:
+            sharpness = trainer.sharpness
+            built = build_result(model_path, config.drafter, loaded, source, result, sharpness)
+    if not built:
+        return
+    drafter = next(iter(built))
+    has_mtp = drafter == result and bool(loaded.hf_config.get("num_nextn_predict_layers"))
+    eagle3 = drafter if drafter != result else None
+    text = card(model_path, records.about, result, eagle3, has_mtp)
+    (built[result] / CARD).write_text(text)
+    for target, directory in built.items():
+        publish(directory, target, replace=name != "hf")
+    what = f"{'policy and drafter' if has_mtp else 'the policy'} as a Hugging Face checkpoint"
+    if eagle3 is not None:
+        what = f"the policy, and {eagle3}, its EAGLE-3 drafter"
+    tell(f"written: {result}, {what}", sys.stdout)
 
 
 def build_result(

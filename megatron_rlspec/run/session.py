@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from megatron_rlspec.config import Command, Config
 from megatron_rlspec.engine import RolloutEngine
@@ -45,7 +46,7 @@ from megatron_rlspec.run.loading import (
 )
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
-from megatron_rlspec.run.result import Results
+from megatron_rlspec.run.result import write_result
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.state_file import Drawn, State
 from megatron_rlspec.run.trajectory import TrajectoryRecording
@@ -79,7 +80,6 @@ class Session:
     recording   the trajectory, with `train.record_gib`
     evaluation  held-out prompts and answers
     saver       checkpoints
-    results     models in Hugging Face's format
 
     Raises ConfigError, DataError or CheckpointError, before it writes anything, if the run cannot work.
     """
@@ -180,10 +180,9 @@ class Session:
         return starting.engines.wait() if starting is not None else {}
 
     def _open_records(self, closing: ExitStack, state: Mapping[str, Any]) -> None:
-        """Open records, results and the recorded trajectory."""
+        """Open the records and the recorded trajectory."""
         self.records = Records(self.config, self.clock, self.done, self.main)
         closing.callback(self.records.close)
-        self.results = Results(self.loaded, self.trainer, self.records)
         self.records.logprob_gap.restore(state.get("logprob_gaps", []))
         if self.loaded.data is not None:
             self.records.event("data", self.loaded.data.summary)
@@ -210,7 +209,9 @@ class Session:
         while not self.rank0.ask(lambda rollouts: rollouts.collect(step)):
             # All engines were lost. One has started again, and needs the weights.
             self.push()
-        groups = self.rank0.share(self.rollouts.newest.groups if self.rollouts else [])
+        groups = self.rollouts.newest.groups if self.rollouts else []
+        if dist.get_world_size() > 1:
+            groups = ranks.job().tell(groups)
         self._newest = ({}, groups)
         return groups
 
@@ -393,7 +394,7 @@ class Session:
             self._save()
         if self.due(options.export_every):
             self._load_followed_policy()
-            self.results.write(f"hf-step-{self.done:06d}")
+            write_result(self.loaded, self.trainer, self.records, f"hf-step-{self.done:06d}")
 
     def _stop(self, reason: str) -> NoReturn:
         """Write a checkpoint, and the record of the last step if it has none, then raise RunStopped."""
@@ -435,7 +436,7 @@ class Session:
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
         self._save()
-        self.results.write()
+        write_result(self.loaded, self.trainer, self.records)
         self.records.summarise()
 
 
