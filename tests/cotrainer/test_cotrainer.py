@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from megatron_rlspec import DrafterConfig, Sequences
 from megatron_rlspec.config import ConfigError, ParallelConfig, load
 from megatron_rlspec.cotrainer import cotrainer as module
+from megatron_rlspec.cotrainer.drafter import _check_stages
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.push.bucket import Bucket
@@ -199,3 +201,7 @@ def test_models_and_engines_that_do_not_fit_are_refused(model):
     policy.register_parameter("adapter", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(ConfigError, match="the model's parameter adapter is none of MiMoForCausalLM's"):
         beside(policy, model)
+    stages = {"pipeline_model_parallel_size": 2, "variable_seq_lengths": False}
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=None, **stages)
+    with pytest.raises(ConfigError, match="expected variable_seq_lengths=True"):
+        _check_stages(SimpleNamespace(config=config), eagle3=True)

@@ -12,7 +12,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rlspec import DrafterConfig, Sequences
-from megatron_rlspec.config import ConfigError, ParallelConfig, load
+from megatron_rlspec.config import ParallelConfig, load
 from megatron_rlspec.cotrainer import cotrainer as module
 from megatron_rlspec.rollout.start import embedded
 from megatron_rlspec.train import runtime
@@ -26,7 +26,7 @@ from small_eagle3 import SHAPE, write_drafter  # noqa: E402
 from train_ranks import digest, on_ranks, samples  # noqa: E402
 
 
-def build_policy(model, **changes):
+def build_policy(model):
     """Build this rank's stage with the example's settings, and load its weights."""
     layout = {
         "pipeline_model_parallel_size": ps.get_pipeline_model_parallel_world_size(),
@@ -36,7 +36,7 @@ def build_policy(model, **changes):
     }
     stage = {"pre_process": ps.is_pipeline_first_stage(), "post_process": ps.is_pipeline_last_stage()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "TransformerConfig", partial(train.TransformerConfig, **layout | changes))
+        patch.setattr(train, "TransformerConfig", partial(train.TransformerConfig, **layout))
         patch.setattr(train, "GPTModel", partial(train.GPTModel, **stage))
         return train.load_policy(model)
 
@@ -165,15 +165,3 @@ def test_two_replicas_with_unequal_shares_train_the_drafter_as_one_does(models):
         assert first[0][name] == pytest.approx(value, rel=1e-4, nan_ok=True), name
     for name, tensor in alone.items():
         assert np.allclose(first[1][name], tensor, rtol=1e-4, atol=1e-5), name
-
-
-def fixed_shapes(model, drafter):
-    runtime.init_distributed(ParallelConfig(pipeline=2))
-    policy = build_policy(model, variable_seq_lengths=False)
-    with pytest.raises(ConfigError, match="expected variable_seq_lengths=True"):
-        module.CoTrainer(policy, model, [], sampling=train.SAMPLING, drafter=DrafterConfig(kind="eagle3", path=drafter))
-
-
-@pytest.mark.slow
-def test_stages_that_expect_one_shape_are_refused(models):
-    on_ranks(2, fixed_shapes, *models["eagle3"])

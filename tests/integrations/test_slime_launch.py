@@ -4,7 +4,6 @@ import json
 import shlex
 
 import pytest
-import tiny_mimo
 import yaml
 from weight_oracles import mimo_checkpoint
 
@@ -193,16 +192,6 @@ def test_what_the_user_set_for_nccl_and_python_reaches_the_workers(tmp_path):
     command = ["ray", "job", "submit", "--runtime-env-json", runtime, "--", "python3", "train.py"]
     whole = launch.complete(command, planned(), tmp_path)
     assert json.loads(read_flags(whole)["--runtime-env-json"])["env_vars"]["NCCL_CUMEM_ENABLE"] == "1"
-
-
-def test_a_rule_decides_from_the_first_round():
-    """The plugin is active, also for the contract after pushes."""
-    from megatron_rlspec.rollout.sglang.scheduler.decisions import Decider
-    from megatron_rlspec.rollout.sglang.settings import Settings
-
-    decider = Decider(Settings(**json.loads(planned().environment["RLSPEC_SGLANG"])))
-    decider.start([0, 1, 3], tiny_mimo.config(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=160))
-    assert decider.name == "the adaptive rule" and decider.choose(1, 100, lambda n: 0)[0] in decider.candidates
 
 
 @pytest.mark.parametrize(
