@@ -26,14 +26,10 @@ from megatron_rlspec.types import Scope
 
 logger = logging.getLogger(__name__)
 Fingerprints = Mapping[str, int]  # by a tensor's name in the checkpoint
-TIMEOUT = 600.0  # seconds
 
 
 class SlimeEngine(SGLangEngine):
     """The client of an engine that slime pushes to."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url, timeout=TIMEOUT)
 
     def version(self) -> str:
         """Return the weight version that SGLang reports. Raises EngineError."""

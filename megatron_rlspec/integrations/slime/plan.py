@@ -91,7 +91,7 @@ def plan(
     candidates = _candidates(candidate_steps, start, fixed)
     if fixed:
         added.notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
-    _add_speculation(added, given, drafter, candidates, start)
+    _add_speculation(added, given, drafter, start)
     _add_functions(added, given)
     if len(candidates) > 1 and ADAPTIVE not in given:
         added.flags.append(ADAPTIVE)
@@ -117,9 +117,7 @@ def _add_functions(added: Additions, given: Flags) -> None:
     added.settings["user_functions"] = users
 
 
-def _add_speculation(
-    added: Additions, given: Flags, drafter: DrafterConfig, candidates: Sequence[int], start: int
-) -> None:
+def _add_speculation(added: Additions, given: Flags, drafter: DrafterConfig, start: int) -> None:
     """Add the flags by which slime builds an MTP layer and SGLang drafts."""
     if drafter.kind == "eagle3":
         added.add_flag(given, refusals.ALGORITHM, "EAGLE3")
