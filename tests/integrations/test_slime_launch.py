@@ -55,9 +55,9 @@ def test_the_users_own_hooks_are_kept_and_called():
         ("--sglang-speculative-accept-threshold-single 0.9", {}, "single 0.9: accepts .* not draw; set 1.0"),
         ("--prefill-num-servers 2", {}, "never run with a drafter that is trained"),
         ("--sglang-speculative-use-rejection-sampling", {}, "needs probabilities of a first draft.*; remove the flag"),
-        ("--sglang-speculative-algorithm EAGLE3", {}, "--drafter.kind eagle3 is for a drafter of its own; set EAGLE"),
+        ("--sglang-speculative-algorithm EAGLE3", {}, "give --drafter.kind eagle3 for a drafter of its own; set EAGLE"),
         ("--mtp-num-layers 1", EAGLE3, "trains no MTP layer"),
-        ("--sglang-speculative-draft-model-path /b", EAGLE3, "give one of them"),
+        ("--sglang-speculative-draft-model-path /b", EAGLE3, "give it as --drafter.path; remove the flag"),
         ("--multi-latent-attention", {"depth": 2}, "--multi-latent-attention with depth=2: .*set --drafter.depth 1"),
         (
             "--num-experts 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4",
@@ -235,8 +235,9 @@ def test_a_drafter_of_a_shorter_context_runs_in_slimes_engines(shorter, tmp_path
 
 def test_a_frozen_drafter_and_one_of_its_own_reach_the_hooks(tmp_path):
     drafter = tmp_path / "b"
-    command = ["python", "train.py", "--sglang-speculative-draft-model-path", str(drafter)]
-    ours = ["--drafter.train", "false", "--drafter.kind", "eagle3", "--folder", str(tmp_path), "--dry-run"]
+    command = ["python", "train.py"]
+    ours = ["--drafter.train", "false", "--drafter.kind", "eagle3", "--drafter.path", str(drafter)]
+    ours += ["--folder", str(tmp_path), "--dry-run"]
     assert launch.main([*ours, "--", *command]) == 0
     settings = yaml.safe_load((tmp_path / "slime.yaml").read_text())["rlspec"]["drafter"]
     assert settings["train"] is False and settings["path"] == str(drafter)

@@ -23,7 +23,7 @@ from megatron_rlspec.config import ConfigError, DrafterConfig, SpecSection, load
 from megatron_rlspec.config.spec import MOST_DRAFTS
 from megatron_rlspec.host import environment
 from megatron_rlspec.integrations.slime import refusals
-from megatron_rlspec.integrations.slime.flags import DRAFT_MODEL, read_flags
+from megatron_rlspec.integrations.slime.flags import read_flags
 from megatron_rlspec.integrations.slime.plan import ADAPTIVE, Additions, plan
 
 DRIVERS = ("train.py", "train_async.py")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = argv[split + 1 :]
     slime_arguments = command[driver_index(command) + 1 :]
     given = read_flags(slime_arguments)
-    drafter = _drafter_section(options, given.get(DRAFT_MODEL))
+    drafter = _drafter_section(options)
     added = plan(slime_arguments, drafter, options.candidate_steps, options.verifier)
     if drafter.kind == "eagle3":
         if version("sglang") == "0.5.15.post1":
@@ -102,14 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"{completed[0]}: {error.strerror}") from None
 
 
-def _drafter_section(options: argparse.Namespace, draft_model: str | None) -> DrafterConfig:
-    """Return section [drafter] of the options. An EAGLE-3 drafter may be the command's own. Raises ConfigError."""
+def _drafter_section(options: argparse.Namespace) -> DrafterConfig:
+    """Return section [drafter] of the options. Raises ConfigError."""
     given = {}
     for name in DRAFTER:
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
-    if given.get("kind") == "eagle3" and draft_model:
-        given.setdefault("path", draft_model)
     if given.get("path"):
         given["path"] = str(Path(given["path"]).absolute())
     return load(None, {f"drafter.{name}": value for name, value in given.items()}).drafter

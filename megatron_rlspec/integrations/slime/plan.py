@@ -121,7 +121,7 @@ def _add_speculation(added: Additions, given: Flags, drafter: DrafterConfig, sta
     """Add the flags by which slime builds an MTP layer and SGLang drafts."""
     if drafter.kind == "eagle3":
         added.add_flag(given, refusals.ALGORITHM, "EAGLE3")
-        added.add_flag(given, DRAFT_MODEL, drafter.path)
+        added.flags += [DRAFT_MODEL, drafter.path]
     else:
         added.add_flag(given, "--mtp-num-layers", "1")
         added.add_flag(given, refusals.ALGORITHM, "EAGLE")

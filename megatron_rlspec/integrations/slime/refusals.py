@@ -48,13 +48,14 @@ LIMITS: Limits = {
 MTP_LIMITS: Limits = {
     ALGORITHM: (
         ("EAGLE", "NEXTN"),
-        "not for MTP layers, and --drafter.kind eagle3 is for a drafter of its own",
+        "an MTP layer drafts, or give --drafter.kind eagle3 for a drafter of its own",
     ),
     "--mtp-num-layers": (("1",), "rlspec repeats one layer"),
     "--only-train-params-name-list": ((), "it would let the policy's optimizer train the drafter"),
 }
 EAGLE3_LIMITS: Limits = {
     ALGORITHM: (("EAGLE3",), "--drafter.kind is eagle3"),
+    DRAFT_MODEL: ((), "give it as --drafter.path"),
     "--mtp-num-layers": ((), "--drafter.kind eagle3 trains no MTP layer"),
 }
 
@@ -69,11 +70,6 @@ def refuse(given: Flags, drafter: DrafterConfig) -> None:
             raise ConfigError(f"{shown}: {why}; {remedy}")
     if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
         raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN_MTP}")
-    served = given.get(DRAFT_MODEL)
-    if drafter.kind == "eagle3" and served and str(Path(served).absolute()) != drafter.path:
-        raise ConfigError(
-            f"{DRAFT_MODEL} {served}, but --drafter.path {drafter.path}; give one of them"
-        )
     _refuse_expert_copies(given)
 
 
