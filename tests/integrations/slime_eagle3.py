@@ -13,31 +13,22 @@ SAVED = 7  # number of the iteration that is saved
 def own_parameters():
     from megatron_rlspec.integrations.slime import hooks as slime_hooks
 
+    if slime_hooks._drafter is None:
+        return {}
     return {name: p.detach().clone() for name, p in slime_hooks._drafter.block.named_parameters()}
 
 
 def step(folder, cp, *extra):
-    """Train two steps. The drafter's gradients are not part of the policy's."""
+    """Train two steps, without our hooks in `extra` without a drafter. Its gradients are not part of the policy's."""
     from megatron_rlspec.integrations.slime import hooks as slime_hooks
 
     args, *built = slime_ranks.prepare(folder, int(cp), " ".join(extra), drafter=False)
     before = own_parameters()
     steps = [slime_ranks.train_step(args, *built) for _ in range(2)]
-    found = {
-        "parameters": slime_ranks.parameters(built[0]),
-        "steps": steps,
-        "before": before,
-        "drafter": own_parameters(),
-        "sent": dict(slime_hooks._drafter.tensors()),
-    }
-    torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
-
-
-def plain(folder, cp, *extra):
-    """Train two steps of slime alone, without a drafter."""
-    args, *built = slime_ranks.prepare(folder, int(cp), " ".join(extra), drafter=False)
-    steps = [slime_ranks.train_step(args, *built) for _ in range(2)]
-    found = {"parameters": slime_ranks.parameters(built[0]), "steps": steps}
+    found = {"parameters": slime_ranks.parameters(built[0]), "steps": steps, "before": before}
+    found["drafter"] = own_parameters()
+    if slime_hooks._drafter is not None:
+        found["sent"] = dict(slime_hooks._drafter.tensors())
     torch.save(found, Path(folder, f"rank{dist.get_rank()}.pt"))
 
 
@@ -72,4 +63,4 @@ def resumed(folder, cp, *extra):
 
 
 if __name__ == "__main__":
-    {"step": step, "plain": plain, "resumed": resumed}[sys.argv[1]](*sys.argv[2:])
+    {"step": step, "plain": step, "resumed": resumed}[sys.argv[1]](*sys.argv[2:])
