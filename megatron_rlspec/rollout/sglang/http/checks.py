@@ -19,6 +19,7 @@ from megatron_rlspec.models.headers import DTYPES, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 
+# options that act with drafts only
 _OF_DRAFTS = (
     "num_steps",
     "candidate_steps",
