@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import short_run
@@ -57,16 +56,6 @@ def environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(kept)
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Any]:
-    """Two worker processes over gloo."""
-    from mtp_ranks import Ranks  # here, because it imports torch
-
-    workers = Ranks(2)
-    yield workers
-    workers.close()
 
 
 @pytest.fixture(scope="session")

@@ -59,11 +59,6 @@ def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether all ranks of `group` have kernels. The first call of a rank waits for the others."""
     flag = torch.tensor(int(here), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-    if here and not flag:
-        logger.warning(
-            "rlspec: losses are computed by plain torch on %s, because another rank has no kernels",
-            device,
-        )
     return bool(flag)
 
 

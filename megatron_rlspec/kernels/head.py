@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rlspec.kernels import loss_passes
 
 BLOCK = 1024  # words of a tile
+_ROWS = ("places", "on_logprob", "on_entropy", "entropies", "scales", "masses", "overlaps")
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def write_label(
     entropy  ([C] factor of its gradient, [C] entropy)
     """
     spread, entropies = entropy or (None, None)
-    _second_pass(logits, width, temperature, lse, None, places, on_logprob, spread, entropies)
+    rows = {"places": places, "on_logprob": on_logprob, "on_entropy": spread}
+    _second_pass(logits, width, temperature, lse, None, **rows, entropies=entropies)
 
 
 def write_against(
@@ -138,8 +140,8 @@ def write_against(
     masses  [C], Σ p over the words of all ranks
     """
     overlap = logits.new_empty(len(logits), dtype=torch.float32)
-    chunk = logits, width, temperature, lse
-    _second_pass(*chunk, teacher, scales=scales, masses=masses, overlap=overlap)
+    rows = {"scales": scales, "masses": masses, "overlaps": overlap}
+    _second_pass(logits, width, temperature, lse, teacher, **rows)
     return overlap
 
 
@@ -149,14 +151,9 @@ def _second_pass(
     temperature: float,
     lse: Tensor,
     teacher: Teacher | None,
-    places: Tensor | None = None,
-    on_logprob: Tensor | None = None,
-    on_entropy: Tensor | None = None,
-    entropies: Tensor | None = None,
-    scales: Tensor | None = None,
-    masses: Tensor | None = None,
-    overlap: Tensor | None = None,
+    **rows: Tensor | None,
 ) -> None:
+    """Launch `loss_passes.gradient`, with those of its arguments about rows that its KIND reads."""
     if len(logits):
         loss_passes.gradient[(len(logits),)](
             logits,
@@ -165,13 +162,7 @@ def _second_pass(
             temperature,
             lse,
             *_given(teacher, logits),
-            places,
-            on_logprob,
-            on_entropy,
-            entropies,
-            scales,
-            masses,
-            overlap,
+            **dict.fromkeys(_ROWS) | rows,
             KIND="label" if teacher is None else "forward_kl",
             MAPPED=_mapped(teacher),
             BLOCK=BLOCK,

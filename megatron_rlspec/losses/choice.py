@@ -23,16 +23,18 @@ Teacher = Taught | PlainTeacher
 
 
 def head_of(
-    weight: Tensor, temperature: float, group: dist.ProcessGroup | None, finite: bool | None
+    weight: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> VocabParallelHead:
-    """Return the head of `weight [V/tp, H]`, whose losses kernels compute if they are right on all ranks of `group`."""
-    head = VocabParallelHead.of(weight, temperature, group, finite)
+    """Return the head of `weight [V/tp, H]`. Kernels compute its losses if they are right on all ranks of `group`."""
+    head = VocabParallelHead.of(weight, temperature, group)
     return replace(head, kernel=chosen.head(head.weight, agrees, head.group))
 
 
 def teacher_of(head: VocabParallelHead, scores: Tensor, lse: Tensor, rows: Tensor) -> Teacher:
-    """Return what students learn from the policy's `rows [C]` of M: from logits `[M, V/tp]` and `lse [M]` for kernels,
-    from log-probabilities `[M, V/tp]` else.
+    """Return the teacher of C students: row `rows[i]` of the policy's M rows for student i.
+
+    scores  `[M, V/tp]`: raw logits where kernels compute the losses of `head`, else log-probabilities
+    lse     `[M]`, log Σ exp of logits / temperature; for kernels only
     """
     if head.kernel is None:
         return PlainTeacher(head, scores.index_select(0, rows))
@@ -78,14 +80,12 @@ def policy_gradient(
     logp = head.scores(hidden)
     logp.sub_(lse[:, None])
     p = logp.exp()
+    factor = -on_logprob[:, None]
     if entropy is not None:
         on_entropy, value = entropy
         spread = logp.add_(value[:, None])
-        spread.mul_(-on_entropy[:, None])
-        grad = p.mul_(spread - on_logprob[:, None])
-    else:
-        grad = p.mul_(-on_logprob[:, None])
-    grad = head.add_at(grad, labels, on_logprob)
+        factor = spread.mul_(-on_entropy[:, None]).add_(factor)
+    grad = head.add_at(p.mul_(factor), labels, on_logprob)
     return grad.div_(head.temperature).to(hidden.dtype)
 
 
@@ -98,7 +98,7 @@ def agrees(kernel: ModuleType, device: torch.device) -> bool:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
         hidden, taught = rows.to(device, dtype).chunk(2)
         weight = words.to(device, dtype)
-        plain = VocabParallelHead.of(weight, 0.9, None, finite=True)
+        plain = VocabParallelHead.of(weight, 0.9, None)
         index = torch.arange(len(hidden), device=device)
         labels = draw(plain.logits(hidden).float() / plain.temperature, index, index)
         found = _results(replace(plain, kernel=kernel), hidden, taught, labels)
@@ -115,8 +115,12 @@ def agrees(kernel: ModuleType, device: torch.device) -> bool:
 def _results(
     head: VocabParallelHead, hidden: Tensor, taught: Tensor, labels: Tensor
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return losses [C] and gradients [C, H] of policy and drafter; likeliest words, and whether coupled drafts are
-    the labels. Row i has the noise of seed i and key i.
+    """Return three lists: losses `[C]` of policy and drafter, gradients `[C, H]`, and what must be equal exactly.
+
+    The last list has the drafter's likeliest words, and whether coupled drafts are the labels. The noise of row i has
+    seed i and key i.
+
+    hidden, taught  `[C, H]`, what the head reads: of the policy and the students, and of their teacher
     """
     policy = read(head, hidden, labels, with_entropy=True)
     given = read(head, taught, labels)

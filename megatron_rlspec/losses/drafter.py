@@ -38,8 +38,8 @@ class Student:
     forward_kl  KL(p ‖ q)
     a function  the user's (`custom.DrafterLoss`), without `words`
 
-    Call `learn_labels` for ce, else `learn_from` for all teacher rows, then `finish`. `policy_logprobs` calls `observe`
-    for each chunk that it computes: the policy's loss and the teacher then share one pass over the output layer.
+    Call `learn_labels` for ce, else `learn_from`, then `finish`. In place of `learn_from`, `policy_logprobs` can call
+    `observe` for each chunk that it computes: policy's loss and teacher then share one pass over the output layer.
     Gradients are computed while learning, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get
     none.
 
@@ -49,7 +49,6 @@ class Student:
                        another word add 0 under ce; `docs/design.md`, Draft vocabulary
     own [S, H]         an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
                        gradient
-    finite, own_finite as in `VocabParallelHead`, for `weight` and `own`
     keep_rows          keeps results of single rows in `rows`
     noise              (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the labels'
                        device, for `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for
@@ -77,21 +76,19 @@ class Student:
         chunk: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
         keep_rows: bool = False,
-        finite: bool | None = None,
         words: Tensor | None = None,
         own: Tensor | None = None,
-        own_finite: bool | None = None,
         noise: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._kind = kind
-        self._head = head_of(weight, temperature, tp_group, finite)
+        self._head = head_of(weight, temperature, tp_group)
         # of the student over the whole vocabulary; a function sees whole distributions, which no kernel has
         self._full = replace(self._head, kernel=None) if callable(kind) else self._head
         self._chunk = chunk or self._full.chunk
         # the output layer of the draft vocabulary; None: that of the whole vocabulary
         self._draft_head: DraftHead | None = None
         if words is not None:
-            self._draft_head = DraftHead.of_words(self._head, words, own, own_finite)
+            self._draft_head = DraftHead.of_words(self._head, words, own)
         rows = self._head.rows_of(token_weight, labels)
         # Sorting by teacher row makes the students of consecutive teacher rows one slice.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
@@ -148,19 +145,16 @@ class Student:
             self._learn(slice(first, first + self._chunk))
 
     @torch.no_grad()
-    def learn_from(self, teacher_hidden: Tensor, first: int = 0) -> None:
-        """Learn from the teacher rows `teacher_hidden [M, H]`, which have the numbers first, first + 1, ..."""
-        last = first + len(teacher_hidden)
-        given = (self._teacher >= first) & (self._teacher < last)
-        needed = self._teacher[given].unique()
-        for rows in needed.split(self._chunk):
+    def learn_from(self, teacher_hidden: Tensor) -> None:
+        """Learn all rows from the teacher's rows `teacher_hidden [M, H]`."""
+        for rows in self._teacher.unique().split(self._chunk):
             if not len(rows):
                 continue
-            index = to_device(rows - first, self._rows.device)
+            index = to_device(rows, self._rows.device)
             hidden = teacher_hidden.index_select(0, index)
             no_labels = torch.zeros_like(index)
-            given_rows = read(self._head, hidden, no_labels)
-            self.observe(rows, given_rows.scores, given_rows.lse)
+            given = read(self._head, hidden, no_labels)
+            self.observe(rows, given.scores, given.lse)
 
     @torch.no_grad()
     def observe(self, rows: Tensor, scores: Tensor, lse: Tensor) -> None:

@@ -33,8 +33,8 @@ STD_FLOOR = 1e-6
 def advantages(
     rewards: Sequence[float],
     *,
+    known: Sequence[bool],
     normalise_std: bool = True,
-    known: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """Return one advantage per sample of a group, `[n]` float64: (reward - mean) / standard deviation.
 
@@ -43,9 +43,7 @@ def advantages(
     reward failed) gets 0 and does not enter the mean. GRPO: arXiv 2402.03300, eq. 4; Dr. GRPO (no division): arXiv
     2503.20783.
     """
-    rated = np.ones(len(rewards), bool)
-    if known is not None:
-        rated = np.asarray(known, bool)
+    rated = np.asarray(known, bool)
     result = np.zeros(len(rewards))
     known_rewards = np.asarray(rewards, np.float64)[rated]
     if len(known_rewards) < 2 or known_rewards.min() == known_rewards.max():
@@ -57,11 +55,9 @@ def advantages(
     return result
 
 
-def has_signal(rewards: Sequence[float], *, known: Sequence[bool] | None = None) -> bool:
+def has_signal(rewards: Sequence[float], *, known: Sequence[bool]) -> bool:
     """Return whether dynamic sampling keeps this group: its known rewards differ (DAPO, arXiv 2503.14476, §3.2)."""
-    known_rewards = np.asarray(rewards, np.float64)
-    if known is not None:
-        known_rewards = known_rewards[np.asarray(known, bool)]
+    known_rewards = np.asarray(rewards, np.float64)[np.asarray(known, bool)]
     if len(known_rewards) < 2:
         return False
     return float(known_rewards.std(ddof=1)) > STD_FLOOR
@@ -163,7 +159,19 @@ def policy_loss(
     sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
     sums["train_rollout_kl"] = kl_estimate(behaviour, train)
     if own is not None:
-        pg_loss = _own_loss(own, logprobs, old, entropy, mask, batch, algorithm, trained)
+        tokens = PolicyTokens(
+            logprobs=logprobs.clone(),  # the function may change its arguments in place
+            old_logprobs=old.clone(),
+            behaviour_logprobs=behaviour.clone(),
+            advantages=advantage.clone(),
+            entropy=trained(entropy),
+            mask=mask.to(logprobs),
+            sequence_ids=to_device(batch.sequence_ids, logprobs.device).clone(),
+            staleness=None if batch.staleness is None else trained(batch.staleness),
+            options=algorithm,
+        )
+        option = named("algorithm.loss", own)
+        pg_loss = checked(option, own(tokens), logprobs, mask).to(logprobs)
     sums["pg_loss"] = pg_loss
 
     loss = pg_loss
@@ -182,33 +190,6 @@ def policy_loss(
         metrics[name] = counted.sum()
     metrics["tokens"] = mask.sum().to(logprobs)
     return (loss * trained(batch.policy_weight)).sum(), metrics
-
-
-def _own_loss(
-    own: PolicyLoss,
-    logprobs: Tensor,
-    old: Tensor,
-    entropy: Tensor,
-    mask: Tensor,
-    batch: PackedBatch,
-    algorithm: AlgorithmConfig,
-    trained: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Compute the user's loss of each token, `[T]`; 0 where nothing is trained."""
-    staleness = None if batch.staleness is None else trained(batch.staleness)
-    tokens = PolicyTokens(
-        logprobs=logprobs.clone(),  # the function may change its arguments in place
-        old_logprobs=old.clone(),
-        behaviour_logprobs=trained(batch.behaviour_logprobs),
-        advantages=trained(batch.advantages),
-        entropy=trained(entropy),
-        mask=mask.to(logprobs),
-        sequence_ids=to_device(batch.sequence_ids, logprobs.device).clone(),
-        staleness=staleness,
-        options=algorithm,
-    )
-    option = named("algorithm.loss", own)
-    return checked(option, own(tokens), logprobs, mask).to(logprobs)
 
 
 def own_advantages(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -28,7 +27,6 @@ class VocabParallelHead:
     start        the token id of the first row
     total        token ids of all ranks together
     group        tensor-parallel ranks; None if one rank holds the whole vocabulary
-    finite       whether all weights are finite, if that is known; finding out waits for the device
     kernel       `kernels.head` where it computes the losses, None for plain torch
 
     Methods take one chunk of C rows. Results are the same on every rank of `group`, unless a docstring says otherwise.
@@ -39,7 +37,6 @@ class VocabParallelHead:
     start: int
     total: int
     group: dist.ProcessGroup | None
-    finite: bool | None = None
     kernel: ModuleType | None = None
 
     @classmethod
@@ -48,11 +45,10 @@ class VocabParallelHead:
         weight: Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
-        finite: bool | None = None,
     ) -> VocabParallelHead:
         """Make a head from this rank's `weight [V/tp, H]`; `temperature` is above 0."""
-        rank = 0 if group is None else dist.get_rank(group)
-        size = 1 if group is None else dist.get_world_size(group)
+        rank = 0 if group is None else group.rank()
+        size = 1 if group is None else group.size()
         rows = weight.shape[0]
         return cls(
             weight=weight.detach(),
@@ -60,7 +56,6 @@ class VocabParallelHead:
             start=rank * rows,
             total=size * rows,
             group=group if size > 1 else None,
-            finite=finite,
         )
 
     @property
@@ -97,13 +92,6 @@ class VocabParallelHead:
             )
         return rows
 
-    @cached_property
-    def finite_weight(self) -> Tensor:
-        """Return `weight` with NaN and infinities replaced by 0, because 0 · infinity in a gradient would be NaN."""
-        if self.finite or self.finite is None and all_finite(self.weight):
-            return self.weight
-        return self.weight.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
     def scores(self, hidden: Tensor) -> Tensor:
         """Return logits / temperature minus the row's largest over all ranks, `[C, width]`, in float32 or float64.
 
@@ -132,7 +120,7 @@ class VocabParallelHead:
 
     def back(self, grad: Tensor) -> Tensor:
         """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
-        return grad.to(self.weight.dtype) @ self.finite_weight
+        return grad.to(self.weight.dtype) @ self.weight
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
@@ -215,8 +203,7 @@ class VocabParallelHead:
         if self.group is None:
             return x
         x = x.contiguous()
-        size = dist.get_world_size(self.group)
-        parts = [torch.empty_like(x) for _ in range(size)]
+        parts = [torch.empty_like(x) for _ in range(self.group.size())]
         dist.all_gather(parts, x, group=self.group)
         return torch.cat(parts, 1)
 
@@ -229,12 +216,6 @@ class VocabParallelHead:
         local = ids - self.start
         mine = (local >= 0) & (local < self.width)
         return local.masked_fill_(~mine, 0), mine
-
-
-def all_finite(weight: Tensor) -> bool:
-    """Return whether no element is NaN or infinite. On a GPU it waits for the answer."""
-    bounds = torch.stack(weight.aminmax())
-    return bool(bounds.isfinite().all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,12 +241,10 @@ class DraftHead(VocabParallelHead):
         full: VocabParallelHead,
         words: Tensor,
         own: Tensor | None = None,
-        own_finite: bool | None = None,
     ) -> DraftHead:
         """Make the head over `words [S]`, different ids. Raises ValueError for ids outside the vocabulary.
 
-        own         `[S, H]`, whole on every rank: the drafter's own rows, for ascending words (EAGLE-3)
-        own_finite  as `finite`, of these
+        own  `[S, H]`, whole on every rank: the drafter's own rows, for ascending words (EAGLE-3)
 
         With `words` on the CPU, nothing is read from the device.
         """
@@ -297,7 +276,6 @@ class DraftHead(VocabParallelHead):
             start=full.start,
             total=full.total,
             group=full.group,
-            finite=full.finite if own is None else own_finite,
             kernel=full.kernel,
             own=None if own is None else rows,
             ids=to_device(ids, full.weight.device),

@@ -31,7 +31,6 @@ def policy_logprobs(
     mask: Tensor | None = None,
     chunk: int | None = None,
     observe: Observer | None = None,
-    finite: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `labels [N]` and the entropy `[N]`; differentiable in hidden and weight.
 
@@ -43,9 +42,8 @@ def policy_logprobs(
     observe       called after each chunk of the forward, with the rows' numbers `[C]`, on the CPU as `labels`, their
                   `VocabParallelHead.scores` `[C, V/tp]`, which it may overwrite, and log-sum-exp `[C]`. Where kernels
                   compute the losses, the scores are the raw logits, and the log-sum-exp is that of logits / temperature
-    finite        as in `VocabParallelHead`
     """
-    head = head_of(weight, temperature, tp_group, finite)
+    head = head_of(weight, temperature, tp_group)
     if mask is None:
         mask = torch.ones_like(labels)
     chosen = head.rows_of(mask, labels)

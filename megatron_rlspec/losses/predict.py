@@ -44,13 +44,8 @@ def of_rows(
         accept = reach
         if sampled and "argmax_prob" in rows:
             accept = rows["argmax_prob"]
-    factors = 1
-    if accept.dim() == 2:
-        factors = accept.shape[1]
-    shape = (depth, len(accept) // depth, factors)
-    accept = accept.reshape(shape)
-    reach = reach.reshape(shape)
-    return accept.transpose(0, 1), reach.transpose(0, 1)
+    shape = (depth, len(accept) // depth, -1)
+    return accept.reshape(shape).transpose(0, 1), reach.reshape(shape).transpose(0, 1)
 
 
 def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:

@@ -21,7 +21,6 @@ from megatron_rlspec.packing.shift import drafter_targets, shift_packed
 from megatron_rlspec.types import PackedBatch, Sample
 
 Aggregation = Literal["token", "sample", "constant"]
-PerToken = Sequence[np.ndarray | Tensor]
 # Acceptance of coupled drafts costs a hash a word of the vocabulary. With so many tokens its standard error is 0.6 %.
 PREDICTED_TOKENS = 8192  # of a step, on all ranks
 WINDOW = 1024  # positions of a batch; the first ones of each are predicted
@@ -32,7 +31,7 @@ def pack(
     *,
     depth: int,
     tokens_per_micro_batch: int,
-    advantages: Sequence[float] | PerToken | None = None,
+    advantages: Sequence[float] | None = None,
     drafter_weights: Sequence[float] | np.ndarray | None = None,
     version: int | None = None,
     aggregation: Aggregation = "token",
@@ -47,7 +46,7 @@ def pack(
 
     tokens_per_micro_batch  most tokens of one micro-batch with padding, over all its context-parallel ranks
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
-    advantages              one per sample, or `[L]` token-aligned per sample; 0 if omitted
+    advantages              one per sample; 0 if omitted
     drafter_weights         one per sample, not negative; 1 if omitted. Samples of weight 0 are left out of the
                             drafter's pass (`PackedBatch.drafter_part`)
     version                 of the policy to be trained; None leaves `staleness` out
@@ -68,44 +67,24 @@ def pack(
     budget = tokens_per_micro_batch // batch_unit * batch_unit
     bins = partition(padded_lengths, budget, dp_size)
     columns = _columns(samples, lengths, advantages, drafter_weights)
-    columns["policy_weight"] = _policy_weight(samples, aggregation)
-    if all(sample.seed is not None for sample in samples):
-        columns["seeds"] = []
-        for sample in samples:
-            seeds = torch.tensor(sample.seed).repeat(len(sample.tokens))
-            columns["seeds"].append(seeds)
+    columns["policy_weight"] = _repeated(_policy_weights(samples, aggregation), lengths)
+    seeds = [sample.seed for sample in samples if sample.seed is not None]
+    if len(seeds) == len(samples):
+        columns["seeds"] = _repeated(seeds, lengths)
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
-    learnt: set[int] = set()  # the samples that the drafter learns from
-    learnt_tokens = 0.0
-    for i, weight in enumerate(columns["drafter_weight"]):
-        if bool(weight.any()):
-            learnt.add(i)
-            trained = columns["mask"][i][1:]
-            learnt_tokens += float(trained.sum())
+    # the samples that the drafter learns from
+    learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
+    learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt)
 
-    def batch_of(chosen: list[int]) -> PackedBatch:
-        return _micro_batch(
-            chosen,
-            columns,
-            padded_lengths,
-            batch_unit,
-            depth,
-            counts,
-            learnt_tokens,
-            cp_size,
-            cp_rank,
-        )
-
+    common = columns, padded_lengths, batch_unit, depth, counts, learnt_tokens, cp_size, cp_rank
     batches = []
     for chosen in bins[dp_rank::dp_size]:
-        batch = batch_of(chosen)
+        batch = _micro_batch(chosen, *common)
         if len(learnt) < len(samples):
-            chosen_learnt = [i for i in chosen if i in learnt]
-            part = batch_of(chosen_learnt)
-            rows = _rows_in(batch, part)
-            batch = replace(batch, drafter_part=part, drafter_rows=rows)
+            part = _micro_batch([i for i in chosen if i in learnt], *common)
+            batch = replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
         batches.append(batch)
     return batches
 
@@ -158,38 +137,26 @@ def partition(
 def _columns(
     samples: Sequence[Sample],
     lengths: list[int],
-    advantages: Sequence[float] | PerToken | None,
+    advantages: Sequence[float] | None,
     drafter_weights: Sequence[float] | np.ndarray | None,
 ) -> dict[str, list[Tensor]]:
     """Return token-aligned `[L]` tensors of every sample, by field."""
-    behaviour = [sample.behaviour_logprobs for sample in samples]
     if advantages is None:
         advantages = [0.0] * len(samples)
     if drafter_weights is None:
         drafter_weights = [1.0] * len(samples)
-    tokens = []
-    masks = []
-    for sample in samples:
-        tokens.append(torch.as_tensor(np.asarray(sample.tokens), dtype=torch.int64))
-        masks.append(torch.as_tensor(np.asarray(sample.loss_mask), dtype=torch.float32))
     return {
-        "tokens": tokens,
-        "mask": masks,
-        "advantages": _floats(advantages, lengths),
-        "behaviour_logprobs": _floats(behaviour, lengths),
-        "drafter_weight": _floats(drafter_weights, lengths),
+        "tokens": [torch.as_tensor(sample.tokens) for sample in samples],
+        "mask": [torch.as_tensor(sample.loss_mask) for sample in samples],
+        "behaviour_logprobs": [torch.as_tensor(sample.behaviour_logprobs) for sample in samples],
+        "advantages": _repeated(advantages, lengths),
+        "drafter_weight": _repeated(drafter_weights, lengths),
     }
 
 
-def _floats(values: Sequence[float] | np.ndarray | PerToken, lengths: list[int]) -> list[Tensor]:
-    """Return a value per token of each sample, from one per sample or per token."""
-    columns = []
-    for value, length in zip(values, lengths, strict=True):
-        column = torch.as_tensor(value, dtype=torch.float32)
-        if column.ndim == 0:
-            column = column.expand(length)
-        columns.append(column)
-    return columns
+def _repeated(values: Sequence[float] | np.ndarray, lengths: list[int]) -> list[Tensor]:
+    """Return `[L]` of each sample, from one value of each."""
+    return [torch.full((n,), value) for value, n in zip(values, lengths, strict=True)]
 
 
 def _staleness(sample: Sample, version: int) -> Tensor:
@@ -212,20 +179,11 @@ def _staleness(sample: Sample, version: int) -> Tensor:
     return staleness
 
 
-def _policy_weight(
-    samples: Sequence[Sample],
-    aggregation: Aggregation,
-) -> list[Tensor]:
-    """Return the weight of each token's loss, `[L]` per sample. Token 0 is never predicted and enters no mean."""
-    weights = []
-    for sample in samples:
-        weight = 1.0
-        if aggregation == "sample":
-            trained_tokens = float(np.sum(sample.loss_mask[1:]))
-            weight = 1 / (trained_tokens or 1.0)
-        shape = (len(sample.tokens),)
-        weights.append(torch.full(shape, weight))
-    return weights
+def _policy_weights(samples: Sequence[Sample], aggregation: Aggregation) -> list[float]:
+    """Return the weight of the loss of each sample's tokens. Token 0 is never predicted and enters no mean."""
+    if aggregation != "sample":
+        return [1.0] * len(samples)
+    return [1 / max(1.0, float(np.sum(sample.loss_mask[1:]))) for sample in samples]
 
 
 def _counts(

@@ -95,7 +95,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def drafter(kind: Any) -> Callable[[], None]:
     def work() -> None:
         hidden, weight, labels = inputs()
-        student = Student(hidden, weight, labels, torch.ones(ROWS), kind, chunk=ROWS, finite=True)
+        student = Student(hidden, weight, labels, torch.ones(ROWS), kind, chunk=ROWS)
         if kind == "ce":
             student.learn_labels()
         else:
@@ -107,7 +107,7 @@ def drafter(kind: Any) -> Callable[[], None]:
 
 def policy() -> None:
     hidden, weight, labels = inputs()
-    logprobs, entropy = policy_logprobs(hidden, weight, labels, with_entropy=True, chunk=ROWS, finite=True)
+    logprobs, entropy = policy_logprobs(hidden, weight, labels, with_entropy=True, chunk=ROWS)
     (logprobs + entropy).sum().backward()
 
 

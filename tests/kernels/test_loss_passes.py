@@ -11,9 +11,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from interpreted import Interpreter, interpreter
-from mtp_ranks import group_of
+from train_ranks import on_two
 
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.losses import choice
@@ -160,7 +161,7 @@ def test_losses_and_gradients_are_those_of_float64(kernel: Interpreter, case: di
 
 
 @pytest.mark.slow
-@settings(max_examples=100, phases=PHASES, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(case=cases(), block=st.sampled_from((16, 128)))
 def test_losses_do_not_depend_on_tiles(kernel: Interpreter, case: dict[str, Any], block: int) -> None:
     with mock.patch.object(kernel.head, "BLOCK", block):
@@ -184,7 +185,7 @@ class Step:
         self.labels = torch.randint(0, V, (12,), generator=generator).to(device)
         self.token_weight = torch.rand(12, generator=generator).mul_(torch.arange(12) % 3).to(device)
         self.rows = torch.arange(12, device=device)
-        self.shared: dict[str, Any] = {"tp_group": None if rank is None else group_of(2), "chunk": 5}
+        self.shared: dict[str, Any] = {"tp_group": None if rank is None else dist.group.WORLD, "chunk": 5}
         if rank is not None:
             self.weight = self.weight.detach()[rank * V // 2 :][: V // 2].clone().requires_grad_()
 
@@ -271,7 +272,7 @@ def test_a_kernel_is_chosen_if_its_losses_are_right(kernel: Interpreter) -> None
 
 
 def steps_in_worker(rank: int) -> list[dict[str, torch.Tensor]]:
-    assert not chosen.on_all(rank == 0, group_of(2), torch.device("cpu"))
+    assert not chosen.on_all(rank == 0, dist.group.WORLD, torch.device("cpu"))
     with interpreter() as found, mock.patch.object(chosen, "head", lambda *_: found.head):
         return [Step(rank=rank).run(kind, words) for kind, words in SHARDED]
 
@@ -280,9 +281,9 @@ SHARDED = [("ce", "few"), ("forward_kl", "own"), ("forward_kl", "few"), ("forwar
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one(ranks: Any) -> None:
+def test_two_ranks_are_one() -> None:
     """Over gloo, with half the vocabulary on each rank; the few words lie on one of them."""
-    first, second = ranks.run(steps_in_worker)
+    first, second = on_two(steps_in_worker)
     for case, one, other in zip(SHARDED, first, second, strict=True):
         with mock.patch.object(chosen, "head", lambda *_: None):
             expected = Step().run(*case)

@@ -73,7 +73,6 @@ def test_a_function_that_cannot_be_used_is_refused_in_one_line(text, expected):
         (1.0, "returned 1.0, a float; expected a tensor [4] of floating point on cpu"),
         (torch.zeros(3), "returned a tensor [3] of float32 on cpu; expected a tensor [4]"),
         (torch.zeros(4, dtype=torch.int64), "returned a tensor [4] of int64 on cpu"),
-        (torch.zeros(4, device="meta"), "on meta; expected a tensor [4] of floating point on cpu"),
         (torch.zeros(4), "returned a tensor without gradient"),
         (torch.tensor([0, 1, math.nan, 0], requires_grad=True), "returned nan at [2]; expected finite numbers"),
     ],
@@ -85,17 +84,7 @@ def test_a_wrong_result_is_refused_in_one_line(result, expected):
     assert expected in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        {"a": 1.0},
-        [10**400, 1.0],
-        torch.ones(2, requires_grad=True),
-        [0.0, math.inf],
-        [1.0],
-    ],
-    ids=["dict", "huge", "gradient", "infinite", "one"],
-)
+@pytest.mark.parametrize("result", [{"a": 1.0}, [0.0, math.inf], [1.0]], ids=["dict", "infinite", "one"])
 def test_wrong_advantages_are_refused_in_one_line(result):
     samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(2)]
     with pytest.raises(ConfigError, match="algorithm.advantage=m:f: the function returned .*; expected 2 finite") as e:
@@ -135,18 +124,6 @@ def test_a_function_cannot_end_the_process_by_sys_exit(tmp_path, when):
     ended = forked.run_module("program_that_loads", [], folder=tmp_path)
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
     assert "algorithm.loss=ending:own: " in ended.stderr and "would end the process with exit code 0" in ended.stderr
-
-
-def test_a_function_that_closes_the_output_ends_nothing(tmp_path):
-    (tmp_path / "closing.py").write_text("import sys\ndef own(rows): sys.stdout.close()\n")
-    program = "from megatron_rlspec import cli, custom, files\nimport sys\n"
-    program += (
-        "def act():\n    custom.load('algorithm.loss', 'closing:own')(None)\n    files.tell('a step', sys.stdout)\n"
-    )
-    program += "    return 7\nsys.exit(cli.run(act))"
-    (tmp_path / "program_that_closes.py").write_text(program)
-    ended = forked.run_module("program_that_closes", [], folder=tmp_path)
-    assert ended.returncode == 7 and not ended.stderr, ended.stderr
 
 
 def test_an_exception_in_the_function_is_reported_in_one_line_with_its_place(tmp_path, monkeypatch, capsys):

@@ -4,11 +4,12 @@ from typing import get_args
 
 import pytest
 import torch
-from mtp_ranks import group_of
+import torch.distributed as dist
 from test_loss import Case, H, V, assert_close
+from train_ranks import on_two
 from whole_loss import drafter_loss
 
-from megatron_rlspec.losses.drafter import Kind, Student
+from megatron_rlspec.losses.drafter import Kind
 
 KINDS = get_args(Kind)
 
@@ -79,23 +80,10 @@ def test_masked_labels_are_the_forward_divergence_on_average():
     assert_close(gradient, hidden.grad)
 
 
-def test_rows_kept_for_the_prediction():
-    case = Case(rows=8, teachers=8)
-    ones = torch.ones(8, dtype=torch.float64)
-    words = torch.tensor(MIXED)
-    student = Student(case.hidden, case.weight, case.labels, ones, "forward_kl", keep_rows=True, words=words)
-    student.learn_from(case.teacher)
-    student.finish()
-    best = (case.hidden @ case.weight.t())[:, MIXED].argmax(-1)
-    p = (case.teacher @ case.weight.t()).softmax(-1)
-    for row, column in enumerate(best.tolist()):
-        assert_close(student.rows["argmax_prob"][row], p[row, MIXED[column]].detach())
-
-
 def in_worker(rank, kind, words):
     case = Case(vocabulary=V + 1)
     shard = case.weight.detach().chunk(2)[rank]
-    options = {"temperature": 0.7, "chunk": 5, "tp_group": group_of(2)}
+    options = {"temperature": 0.7, "chunk": 5, "tp_group": dist.group.WORLD}
     total, metrics = case.loss(kind, shard, words=torch.tensor(words), **options)
     total.backward()
     return total.detach(), case.hidden.grad, metrics
@@ -103,10 +91,10 @@ def in_worker(rank, kind, words):
 
 @pytest.mark.parametrize("words", [MIXED, LOW], ids=["mixed", "low"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_equal_one(ranks, kind, words):
+def test_two_ranks_equal_one(kind, words):
     """One rank may hold none of the words."""
     expected, gradient, sums = oracle(Case(vocabulary=V + 1), kind, words, 0.7)
-    for total, found, metrics in ranks.run(in_worker, kind, words):
+    for total, found, metrics in on_two(in_worker, kind, words):
         assert_close(total, expected, 1e-9)
         assert_close(found, gradient, 1e-9)
         for name, value in sums.items():

@@ -4,7 +4,8 @@ from typing import get_args
 
 import pytest
 import torch
-from mtp_ranks import group_of
+import torch.distributed as dist
+from train_ranks import on_two
 from whole_loss import drafter_loss
 
 from megatron_rlspec.losses.drafter import Kind
@@ -13,17 +14,18 @@ from megatron_rlspec.losses.logprobs import policy_logprobs
 KINDS = get_args(Kind)
 
 N, H, V = 12, 6, 20
-FORBIDDEN = 3  # the token whose logit is minus infinity
+FORBIDDEN = 3  # the token whose logit is minus infinity: twice LOWEST
+LOWEST = torch.finfo(torch.float32).min
 
 
 def inputs(first_column, dtype=torch.float32):
-    """hidden `[N, H]` with a constant 1 in front, and weight `[V, H]`: column 0 is added to every row's logits."""
+    """hidden `[N, H]`, 2 in column 0, and weight `[V, H]`, whose column 0 is added to all logits, twice."""
     generator = torch.Generator().manual_seed(5)
     hidden = torch.randn(N, H, generator=generator).to(dtype)
     weight = torch.randn(V, H, generator=generator).to(dtype)
     labels = torch.randint(FORBIDDEN + 1, V, (N,), generator=generator)
-    hidden[:, 0] = 1
-    weight[:, 0] = first_column
+    hidden[:, 0] = 2
+    weight[:, 0] = first_column / 2
     return hidden, weight, labels
 
 
@@ -59,7 +61,7 @@ def drafter_case(kind, hidden, weight, labels, group=None, shard=slice(None)):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_logit_of_minus_infinity_is_as_if_the_token_did_not_exist(kind):
     hidden, weight, labels = inputs(0.5)
-    weight[FORBIDDEN, 0] = -torch.inf
+    weight[FORBIDDEN, 0] = LOWEST
     assert bool((hidden @ weight.t())[:, FORBIDDEN].isneginf().all())
     total, gradient, metrics = drafter_case(kind, hidden, weight, labels)
     expected = drafter_case(kind, hidden, *without_token(weight, labels))
@@ -68,22 +70,22 @@ def test_a_logit_of_minus_infinity_is_as_if_the_token_did_not_exist(kind):
 
 def on_two_ranks(rank, kind):
     hidden, weight, labels = inputs(0.5)
-    weight[FORBIDDEN, 0] = -torch.inf
+    weight[FORBIDDEN, 0] = LOWEST
     half = slice(rank * V // 2, (rank + 1) * V // 2)
-    return drafter_case(kind, hidden, weight, labels, group_of(2), half)
+    return drafter_case(kind, hidden, weight, labels, dist.group.WORLD, half)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_over_a_vocabulary_cut_in_two(ranks, kind):
+def test_the_same_over_a_vocabulary_cut_in_two(kind):
     hidden, weight, labels = inputs(0.5)
     expected = drafter_case(kind, hidden, *without_token(weight, labels))
-    for found in ranks.run(on_two_ranks, kind):
+    for found in on_two(on_two_ranks, kind):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_policy_and_entropy_with_a_logit_of_minus_infinity():
     hidden, weight, labels = inputs(0.5)
-    weight[FORBIDDEN, 0] = -torch.inf
+    weight[FORBIDDEN, 0] = LOWEST
     found = []
     for w, y in ((weight, labels), without_token(weight, labels)):
         leaf, head = hidden.clone().requires_grad_(), w.clone().requires_grad_()

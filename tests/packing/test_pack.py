@@ -54,10 +54,12 @@ parallel = {
 }
 
 
-def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
+@given(shapes=shapes, **parallel)
+@settings(max_examples=60)
+def test_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
     samples = make_samples(shapes, seed)
     rng = np.random.default_rng(seed)
-    advantages = [rng.normal(size=len(s.tokens)).astype(np.float32) for s in samples]
+    advantages = rng.normal(size=len(samples)).astype(np.float32).tolist()
     weights = rng.random(len(samples)).tolist()
     ranks = pack_all(
         samples,
@@ -93,7 +95,7 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
             assert at["labels"] == (sample.tokens[p + 1] if following else 0)
             assert at["drafter_weight"] == np.float32(weights[i])
             for name, column in (
-                ("advantages", advantages[i]),
+                ("advantages", np.full(len(sample.tokens), advantages[i])),
                 ("behaviour_logprobs", sample.behaviour_logprobs),
                 ("policy_weight", np.ones(len(sample.tokens))),
             ):
@@ -105,12 +107,6 @@ def check_every_position(shapes, dp_size, cp_size, multiple, budget, seed):
                 assert mask == (inside and sample.loss_mask[p + 1 : p + 2 + d].all())
     # Nothing is lost and nothing doubled.
     assert sorted(seen) == [(i, p) for i, sample in enumerate(samples) for p in range(len(sample.tokens))]
-
-
-test_every_position = settings(max_examples=40)(given(shapes=shapes, **parallel)(check_every_position))
-test_every_position_500 = pytest.mark.slow(
-    settings(max_examples=500)(given(shapes=shapes, **parallel)(check_every_position))
-)
 
 
 # --- sums ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from mtp_ranks import group_of
+from train_ranks import on_two
 
 from megatron_rlspec.rollout.sglang.scheduler import draft_vocabulary
 
@@ -38,7 +38,7 @@ def heads_of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """The drafter's head on this rank at the start and after a new choice, and the tokens then."""
 
     def all_reduce(x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=group_of(RANKS))
+        dist.all_reduce(x, group=dist.group.WORLD)
         return x
 
     group = SimpleNamespace(world_size=RANKS, rank_in_group=rank, all_reduce=all_reduce)
@@ -50,9 +50,9 @@ def heads_of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     return first, drafter.draft_runner.model.lm_head.weight, drafter.hot_token_id.tolist()
 
 
-def test_two_ranks_draft_from_the_rows_of_one(ranks):
+def test_two_ranks_draft_from_the_rows_of_one():
     """SGLang joins the ranks' logits, so their heads one above the other are the whole head's rows of the tokens."""
-    firsts, laters, tokens = zip(*ranks.run(heads_of_rank), strict=True)
+    firsts, laters, tokens = zip(*on_two(heads_of_rank), strict=True)
     assert torch.cat(firsts).equal(HEAD[FIRST])
     assert torch.cat(laters).equal(HEAD[sorted(LATER)]) and list(tokens) == RANKS * [sorted(LATER)]
     assert all(len(rows) == len(FIRST) // RANKS for rows in firsts)

@@ -12,6 +12,7 @@ from typing import Any
 import forked
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_rlspec.config import Config, ParallelConfig
 from megatron_rlspec.host import ports
@@ -66,6 +67,16 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def on_two(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return what `function(rank, *args)` returns on each of two ranks that have joined over gloo, without Megatron."""
+    return on_ranks(2, _joined, function, args)
+
+
+def _joined(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.init_process_group("gloo")
+    return function(dist.get_rank(), *args)
 
 
 def _pack(x: Any) -> bytes:
