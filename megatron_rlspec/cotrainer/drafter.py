@@ -38,9 +38,8 @@ from megatron_rlspec.train.drafter import Drafter, build_drafter
 from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
+    follow_rounds,
     prediction_of,
-    training_temperature,
-    walked,
 )
 from megatron_rlspec.train.model import (
     Taps,
@@ -79,7 +78,7 @@ class DrafterTraining:
         temperature: float,
         clip_grad: float,
     ) -> None:
-        """`temperature` of the rollouts; `clip_grad`: the largest norm of the drafter's gradient, 0: no limit."""
+        """`temperature` of the rollouts, 0: greedy; `clip_grad`: largest norm of the drafter's gradient, 0: any."""
         self.model = model
         self.settings = settings
         self.objective = objective
@@ -91,7 +90,7 @@ class DrafterTraining:
         self.predicted: Prediction | None = None
         self._sums: list[Sums] = []  # of the step's micro-batches
         self._clip_grad = clip_grad
-        self._temperature = training_temperature(temperature)
+        self._temperature = temperature or 1.0
         model._postprocess = partial(self._postprocess, model._postprocess)
 
     def thaw(self) -> None:
@@ -99,7 +98,7 @@ class DrafterTraining:
         self.block = self.build()
         optimizer = OptimizerConfig(clip_grad=self._clip_grad)
         with self.trainable() if self.settings.train else nullcontext():
-            self.drafter_step = DrafterStep.of(self.block, self.settings, optimizer, self.objective)
+            self.drafter_step = DrafterStep(self.block, self.settings, optimizer, self.objective)
         self.learner = self.drafter_step.learner
         self.ready = True
 
@@ -182,7 +181,8 @@ class DrafterTraining:
             metrics["drafter_grad_norm"] = norm
             metrics["drafter_skipped"] = float(not updated)
         steps = self.objective.predicted_steps
-        totals = sum_over_replicas(walked(self._sums, steps))
+        follow_rounds(self._sums, steps)
+        totals = sum_over_replicas(self._sums)
         predicted = prediction_of(totals, steps)
         if updated and predicted is not None:
             self.predicted = predicted

@@ -29,14 +29,16 @@ from torch import Tensor
 
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.packing.transfer import to_device
-from megatron_rlspec.train.attention_plan import AttentionPlan, plan_attention
+from megatron_rlspec.train.attention_plan import plan_attention
+from megatron_rlspec.train.batched import Batched
+from megatron_rlspec.train.varlen import Varlen
 
 
 @dataclass
 class Chain:
     """The (key, value) pairs of the drafter's depths, all rotated.
 
-    base   those of depth 1, `[T, g, d]`; None while depth 1 itself runs
+    base   those of depth 1, `[T, g, d]`, in the order of ranks; None while depth 1 itself runs
     links  those of depths 2..d - 1, `[t, g, d]` each
     made   those of the current depth, set when its layer has run
     """
@@ -57,7 +59,7 @@ class Chain:
 class PackedSequences(PackedSeqParams):
     """`PackedSeqParams` with the additional inputs of `PackedAttention`: plan, rotary factors, the drafter's chain."""
 
-    plan: AttentionPlan | None = None
+    plan: Batched | Varlen | None = None
     cos: Tensor | None = None
     sin: Tensor | None = None
     chain: Chain = field(default_factory=Chain)
@@ -154,10 +156,9 @@ class PackedAttention(MegatronModule):
         chain = packed.chain
         links: list[Tensor] = []
         if chain.base is None:
-            if packed.plan.order is not None:
+            if self.cp_group.size() > 1:
                 both = torch.cat([key, value], -1)
                 both = gather_from_sequence_parallel_region(both, group=self.cp_group)
-                both = both.index_select(0, packed.plan.order)
                 key, value = both.split(key_width, -1)
             chain.made = (key, value)
         else:
@@ -168,14 +169,6 @@ class PackedAttention(MegatronModule):
         out = _Attend.apply(query, key, value, packed.plan, self.scale, *links)
         out = out[..., :width]
         return out.flatten(1)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple = (),
-        metadata: Any = None,
-    ) -> dict:
-        return {}
 
 
 class _Rotate(torch.autograd.Function):
@@ -218,13 +211,13 @@ class _Attend(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: AttentionPlan,
+        plan: Batched | Varlen,
         scale: float,
         *links: Tensor,
     ) -> Tensor:
         ctx.plan = plan
         ctx.scale = scale
-        out, lse = plan.keys.attend(q, k, v, scale)
+        out, lse = plan.attend(q, k, v, scale)
         if links:
             out = out.to(lse.dtype)
         for key, value in _pairs(links):
@@ -239,7 +232,7 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, *links = ctx.saved_tensors
         scale = ctx.scale
         grad = grad.contiguous()
-        dq, dk, dv = ctx.plan.keys.attend_backward(grad, q, k, v, out, lse, scale)
+        dq, dk, dv = ctx.plan.attend_backward(grad, q, k, v, out, lse, scale)
         gradients: list[Tensor] = []
         if links:
             exact = lse.dtype

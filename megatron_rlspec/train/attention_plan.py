@@ -6,23 +6,13 @@ Shapes as in `attention.py`: t tokens of this rank, T of all context-parallel ra
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rlspec.packing.context_parallel import cp_index
-from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train.batched import Batched
 from megatron_rlspec.train.varlen import Varlen
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Which keys each query row attends to; `order` sorts rows gathered over context-parallel ranks."""
-
-    keys: Batched | Varlen
-    order: Tensor | None = None
 
 
 def plan_attention(
@@ -33,17 +23,18 @@ def plan_attention(
     device: torch.device,
     *,
     batched: bool | None = None,
-) -> AttentionPlan:
+) -> Batched | Varlen:
     """Plan packed causal attention in the zigzag layout of context parallelism.
 
-    `cu_seqlens_padded [n + 1]` is that of the whole batch, before the context split; `groups` is g. `batched`: for a
-    CPU's kernel, the default on a CPU. It serves whole sequences, so not under context parallelism.
+    The plan expects the key rows of all context-parallel ranks, those of rank 0 first. `cu_seqlens_padded [n + 1]` is
+    that of the whole batch, before the context split; `groups` is g. `batched`: for a CPU's kernel, the default on a
+    CPU. It serves whole sequences, so not under context parallelism.
     """
     bounds = cu_seqlens_padded.tolist()
     if batched is None:
         batched = device.type == "cpu"
     if batched and cp_size == 1:
-        return AttentionPlan(Batched.of(bounds, groups, device))
+        return Batched.of(bounds, groups, device)
     chunks = 1
     own_chunks = [0]
     order = None
@@ -51,10 +42,10 @@ def plan_attention(
         chunks = 2 * cp_size
         own_chunks = [cp_rank, chunks - 1 - cp_rank]
         shares = [cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]
-        order = to_device(torch.cat(shares).argsort(), device)
+        order = torch.cat(shares).argsort()
     pieces = []
     for start, end in itertools.pairwise(bounds):
         rows = (end - start) // chunks
         if rows:
             pieces += [(rows, start, (chunk + 1) * rows) for chunk in own_chunks]
-    return AttentionPlan(Varlen.of(pieces, device), order)
+    return Varlen.of(pieces, order, device)

@@ -27,7 +27,7 @@ class Batched:
     groups   g
     shapes   (batch · g, length) of each batch
     rows     `[slots]`, the row of each slot
-    padding  the slots without a row; they read row 0
+    padding  the slots without a row; they hold 0
     slot_of  `[t · g]`, the slot of each row
     """
 
@@ -52,25 +52,22 @@ class Batched:
                 batches.append([sequence])
         shapes = []
         rows = []
-        filled = []
         head = torch.arange(groups)[:, None]
         for batch in batches:
             longest = batch[0][1]
             position = torch.arange(longest)
             starts, lengths = torch.tensor(batch)[:, :, None, None].unbind(1)
             shapes.append((len(batch) * groups, longest))
-            inside = (position < lengths).expand(-1, groups, -1)
             row = (starts + position) * groups + head
-            rows.append((row * inside).flatten())
-            filled.append(inside.flatten())
+            rows.append(row.masked_fill(position >= lengths, -1).flatten())
         all_rows = torch.cat(rows)
-        has_row = torch.cat(filled)
+        has_row = all_rows >= 0
         slot_of = torch.empty(bounds[-1] * groups, dtype=torch.int64)
         slot_of[all_rows[has_row]] = has_row.nonzero()[:, 0]
         return cls(
             groups=groups,
             shapes=tuple(shapes),
-            rows=all_rows.to(device),
+            rows=all_rows.clamp(min=0).to(device),
             padding=(~has_row).nonzero()[:, 0].to(device),
             slot_of=slot_of.to(device),
         )
@@ -104,7 +101,7 @@ class Batched:
         exact = torch.promote_types(q.dtype, torch.float32)
         gradients: list[list[Tensor]] = [[], [], []]
         lse = lse[..., None]
-        for *inputs, lse_b in self._batches(grad, q, k, v, out, lse, padded_with_0=1):
+        for *inputs, lse_b in self._batches(grad, q, k, v, out, lse):
             inputs = [x.to(exact) for x in inputs]
             dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *inputs, lse_b[..., 0], 0.0, True, scale=scale
@@ -117,19 +114,15 @@ class Batched:
         dq, dk, dv = map(self._by_token, gradients)
         return dq, dk, dv
 
-    def _batches(self, *tensors: Tensor, padded_with_0: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """Yield of each batch its `[batch · g, n / g, length, d]` of every tensor; keys are repeated without a copy.
-
-        padded_with_0  padding of so many first tensors is 0; that of others repeats row 0
-        """
+    def _batches(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield of each batch its `[batch · g, n / g, length, d]` of every tensor; keys are repeated without a copy."""
         heads = max(x.shape[1] for x in tensors) // self.groups
         sizes = [batch * length for batch, length in self.shapes]
         columns = []
-        for number, x in enumerate(tensors):
+        for x in tensors:
             rows = x.reshape(len(x) * self.groups, -1, x.shape[-1])
             slots = rows.index_select(0, self.rows)
-            if number < padded_with_0:
-                slots.index_fill_(0, self.padding, 0)
+            slots.index_fill_(0, self.padding, 0)
             slots = slots.expand(-1, heads, -1)
             columns.append(slots.split(sizes))
         for shape, *parts in zip(self.shapes, *columns, strict=True):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +108,17 @@ def load(
     """
     directory = Path(directory)
     error = ""
+    advice = ""
     try:
         _check_layout(directory, layout)
-    except CheckpointError as problem:
-        error = str(problem)
-    error = runtime.first_message(error)
-    if error:
-        raise CheckpointError(error)
-    try:
+        advice = f"; remove {directory} to go on without it"
         for name, learner in learners.items():
             for part in learner.parts:
                 _load_part(_file(directory, name, learner, part), learner, part)
         if generators:
             _load_generators(_generators_file(directory))
     except CheckpointError as problem:
-        error = f"{problem}; remove {directory} to go on without it"
+        error = f"{problem}{advice}"
     error = runtime.first_message(error)
     if error:
         raise CheckpointError(error)
@@ -165,17 +161,11 @@ def _create_moments(part: Part, updates: int) -> None:
         for group in part.groups:
             group.pop("step", None)
         return
-    counts_in_state = isinstance(inner, torch.optim.AdamW)
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            state = inner.state[parameter]
-            if state:
-                continue
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-            if counts_in_state:
-                state["step"] = torch.tensor(float(updates))
-    if not counts_in_state:
+    part.optimizer.init_state_fn(inner)
+    if isinstance(inner, torch.optim.AdamW):
+        for state in inner.state.values():
+            state["step"] = torch.tensor(float(updates))
+    else:
         for group in part.groups:
             group["step"] = updates
 
@@ -212,20 +202,16 @@ def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
     if not part.experts:
         for name, bias in experts.biases(module).items():
             tensors[f"bias.{name}"] = bias
-    for key, parameter, state in _optimized(part):
-        tensors[f"main.{key}"] = parameter.data
-        for moment in _MOMENTS:
-            if moment in state:
-                tensors[f"{moment}.{key}"] = state[moment]
-    tensors["steps"] = torch.tensor(learner.steps)
-    return tensors
-
-
-def _optimized(part: Part) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-    """Yield what the inner optimizer updates: shards or copies of parameters, in an order that the layout fixes."""
+    # What the inner optimizer updates: shards or copies of parameters, in an order that the layout fixes.
     for g, group in enumerate(part.groups):
         for i, parameter in enumerate(group["params"]):
-            yield f"{g}.{i}", parameter, part.optimizer.optimizer.state[parameter]
+            tensors[f"main.{g}.{i}"] = parameter.data
+            state = part.optimizer.optimizer.state[parameter]
+            for moment in _MOMENTS:
+                if moment in state:
+                    tensors[f"{moment}.{g}.{i}"] = state[moment]
+    tensors["steps"] = torch.tensor(learner.steps)
+    return tensors
 
 
 def _generators() -> dict[str, Tensor]:

@@ -133,22 +133,15 @@ class MTPDrafter(Drafter):
     seed  of its own initialisation stream
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        zero_first_embedding: bool,
-        rope: Rope,
-        seed: int,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], seed: int) -> None:
         own = replace(
             config,
             mtp_num_layers=1,
             recompute_granularity=None,
             recompute_method=None,
         )
-        super().__init__(config, own, rope)
-        self.zero_first_embedding = zero_first_embedding
+        super().__init__(config, own, Rope.of(hf_config))
+        self.zero_first_embedding = record_of(hf_config).zero_first_embedding
         with runtime.own_random_stream(seed):
             # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
             groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -174,20 +167,14 @@ class Eagle3Drafter(Drafter):
     `norm_output`.
     The output layer is the drafter's own, over the words of drafts, and whole on every tensor-parallel rank.
 
-    config   the policy's
-    drafter  the drafter's config.json
-    taps     n
-    seed     of its own initialisation stream
+    config     the policy's
+    hf_config  of the policy, with the drafter's config.json under `DRAFTER`
+    seed       of its own initialisation stream
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        drafter: Mapping[str, Any],
-        *,
-        taps: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], seed: int) -> None:
+        drafter = hf_config[DRAFTER]
+        taps = len(taps_of(hf_config))
         own = _eagle3_config(config, drafter)
         super().__init__(config, own, Rope.of(drafter))
         width = own.hidden_size
@@ -303,14 +290,8 @@ def build_drafter(
 ) -> MTPDrafter | Eagle3Drafter:
     """Build the drafter of the model that `hf_config` describes, with random weights."""
     if DRAFTER in hf_config:
-        taps = len(taps_of(hf_config))
-        return Eagle3Drafter(config, hf_config[DRAFTER], taps=taps, seed=seed)
-    return MTPDrafter(
-        config,
-        zero_first_embedding=record_of(hf_config).zero_first_embedding,
-        rope=Rope.of(hf_config),
-        seed=seed,
-    )
+        return Eagle3Drafter(config, hf_config, seed)
+    return MTPDrafter(config, hf_config, seed)
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from megatron_rlspec.config import DrafterConfig, OptimizerConfig
 from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.losses.drafter import Kind, Student
-from megatron_rlspec.losses.head import all_finite
 from megatron_rlspec.losses.predict import by_logq, deepen, logq_of_rows, of_rows, walk
 from megatron_rlspec.packing.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.packing.transfer import to_device
@@ -79,38 +78,28 @@ class DrafterTargets:
 class DrafterStep:
     """One drafter's steps on this rank: `begin`, then `student` and `learn` for each micro-batch, then `update`.
 
-    `learner`: None for a drafter that is only measured, without `update`.
+    learner  None for a drafter that is only measured, without `update`
+    words    ids that drafts are chosen from, on any device; None: all
+    head     the drafter's own output layer, a row for each of `words`; None: the policy's
     """
 
     def __init__(
-        self, learner: Learner | None, objective: DrafterObjective, head: Tensor | None = None
-    ) -> None:
-        """`head`: the drafter's own output layer, a row for each of `words`; None: the policy's."""
-        self.learner = learner
-        self.objective = objective
-        # ids that drafts are chosen from, on any device; None: all
-        self.words: Tensor | None = None
-        self.head = head
-        self._head_is_finite: bool | None = None
-
-    @classmethod
-    def of(
-        cls,
+        self,
         block: nn.Module,
         options: DrafterConfig,
         optimizer: OptimizerConfig,
         objective: DrafterObjective,
         pace: Learner | None = None,
-    ) -> DrafterStep:
-        """Return the steps of a drafter, trained by `options` and by what they leave to `optimizer`.
-
-        pace  as of `Learner`
-        """
-        learner: Learner | None = None
+    ) -> None:
+        """Train `block` by `options`, and by what they leave to `optimizer`; `pace` as of `Learner`."""
+        self.objective = objective
+        self.words: Tensor | None = None
+        self.head: Tensor | None = getattr(block, "head", None)
+        self.learner: Learner | None = None
         if options.train:
             own = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
-            learner = Learner(block, optimizer.model_copy(update=own), pipelined=False, pace=pace)
-        return cls(learner, objective, getattr(block, "head", None))
+            adam = optimizer.model_copy(update=own)
+            self.learner = Learner(block, adam, pipelined=False, pace=pace)
 
     @property
     def shares_policy_logits(self) -> bool:
@@ -121,8 +110,6 @@ class DrafterStep:
         """Zero the drafter's gradients."""
         if self.learner is not None:
             self.learner.zero_grad()
-        # once a step: it waits for a GPU
-        self._head_is_finite = None if self.head is None else all_finite(self.head)
 
     def student(
         self,
@@ -145,8 +132,11 @@ class DrafterStep:
             scale = objective.depth_decay ** (d - 1) / targets.counts[d - 1]
             weights.append(targets.weight[d - 1] * scale)
         noise = None
-        if predict and objective.coupled:
-            noise = self._noise(targets)
+        seeds, positions = targets.seeds, targets.positions
+        if predict and objective.coupled and seeds is not None and positions is not None:
+            # of each label
+            keys = torch.cat([positions + d for d in depths])
+            noise = seeds.repeat(objective.depth), keys
         return Student(
             torch.cat(list(outputs)),
             layer.weight.detach(),
@@ -157,12 +147,10 @@ class DrafterStep:
             groups=torch.arange(objective.depth, device=device).repeat_interleave(t),
             num_groups=objective.depth,
             temperature=layer.temperature,
-            tp_group=layer.tensor_group,
+            tp_group=ps.get_tensor_model_parallel_group(),
             keep_rows=predict,
-            finite=layer.finite,
             words=self.words,
             own=self.head,
-            own_finite=self._head_is_finite,
             noise=noise,
         )
 
@@ -182,16 +170,8 @@ class DrafterStep:
             teacher = targets.rows.to(device)[teacher]
         return teacher
 
-    def _noise(self, targets: DrafterTargets) -> tuple[Tensor, Tensor] | None:
-        """Return (seeds, keys), `[depth * t]`, of the noise of each label; None if the seeds are not known."""
-        if targets.seeds is None or targets.positions is None:
-            return None
-        depth = self.objective.depth
-        keys = torch.cat([targets.positions + d for d in range(1, depth + 1)])
-        return targets.seeds.repeat(depth), keys
-
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> Sums:
-        """Compute the gradients of a micro-batch, if they are enabled. Returns sums, for `walked` and then `means`.
+        """Compute the gradients of a micro-batch, if they are enabled. Returns sums, for `follow_rounds`, then `means`.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
                 teacher's logits are computed; None if `student.observe` has received every row
@@ -217,7 +197,7 @@ class DrafterStep:
         return self.learner.step()
 
     def _predict(self, student: Student, targets: DrafterTargets) -> Tensor:
-        """Return what `walked` needs of this micro-batch's positions: accept, reach, log q and mask, `[T, D, 3F + 1]`.
+        """Return accept, reach, log q and mask of this micro-batch's positions, for `follow_rounds`: `[T, D, 3F + 1]`.
 
         Only the first rank of a context-parallel group has rows.
         """
@@ -241,25 +221,24 @@ class DrafterStep:
         return table
 
 
-_TABLE = "prediction/table"  # of a micro-batch, until `walked`
+_TABLE = "prediction/table"  # of a micro-batch, until `follow_rounds`
 _PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
 
 
-def walked(sums: Sequence[Sums], steps: tuple[int, ...]) -> list[Sums]:
-    """Return the sums of micro-batches, with the predicted acceptance in place of what `learn` left of the drafts.
+def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:
+    """Replace the table that `learn` left in the sums of each micro-batch by sums of predicted acceptance.
 
-    The host follows the rounds, so it waits for the device, here and not in a micro-batch.
+    steps  drafts of a round, as `DrafterObjective.predicted_steps`
+
+    The host follows the rounds. It waits for the device once, here, and not in every micro-batch.
     """
-    tables = [each[_TABLE] for each in sums if _TABLE in each]
+    tables = [each.pop(_TABLE) for each in sums if _TABLE in each]
     if not tables:
-        return list(sums)
+        return
     on_host = torch.cat(tables).cpu().split([len(table) for table in tables])
-    done = []
     for each, table in zip(sums, on_host, strict=True):
-        found = {name: to_device(x, each[_TABLE].device) for name, x in _walk(table, steps).items()}
-        others = {name: x for name, x in each.items() if name != _TABLE}
-        done.append(found | others)
-    return done
+        for name, x in _walk(table, steps).items():
+            each[name] = to_device(x, tables[0].device)
 
 
 def _walk(table: Tensor, steps: tuple[int, ...]) -> Sums:
@@ -286,11 +265,6 @@ def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pre
     if not found[0] or not math.isfinite(totals["drafter/objective"][0]):
         return None
     return Prediction.of_sums(steps, *found)
-
-
-def training_temperature(rollout_temperature: float) -> float:
-    """Return the temperature at which policy and drafter are trained; 1 for greedy rollouts."""
-    return rollout_temperature or 1.0
 
 
 def objective_of(

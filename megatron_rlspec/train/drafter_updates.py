@@ -21,26 +21,24 @@ class EverySteps:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.since = 0  # steps since the last update
-        self.updates = 0
+        self.since = every  # steps since the last update; so many at first
 
     @property
     def due(self) -> bool:
         """Return whether the next step updates the drafter. Without `observe` the answer stays."""
-        return not self.updates or self.since + 1 >= self.every
+        return self.since + 1 >= self.every
 
     def observe(self, updated: bool) -> None:
         """Count a step."""
         self.since = 0 if updated else self.since + 1
-        self.updates += updated
 
     def state(self) -> dict[str, int]:
         """Return the state for a checkpoint."""
-        return {"since": self.since, "updates": self.updates}
+        return {"since": self.since}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Restore what `state` returned."""
-        self.since, self.updates = int(state["since"]), int(state["updates"])
+        self.since = int(state["since"])
 
 
 def reward_weights(

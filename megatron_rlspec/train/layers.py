@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -71,19 +72,11 @@ class _RMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dweight, None
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(MegatronModule):
     """Compute silu(gate) · up: `[..., 2F]`, laid out as (gate, up), to `[..., F]`."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
         return _SwiGLU.apply(x)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
-    ) -> dict:
-        return {}
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -33,8 +33,6 @@ from megatron_rlspec.train import experts, latent, layer_specs, runtime
 from megatron_rlspec.train.attention import PackedSequences, packed_sequences, rotary_factors
 from megatron_rlspec.types import PackedBatch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
 
 @dataclass
 class DecoderConfig(TransformerConfig):
@@ -60,7 +58,7 @@ def transformer_config(
     parallel layout does not divide.
     """
     check(hf_config, model, parallel)
-    dtype = DTYPES[model.dtype]
+    dtype = getattr(torch, model.dtype)
     facts = record_of(hf_config)
     heads = hf_config["num_attention_heads"]
     rope = Rope.of(hf_config)

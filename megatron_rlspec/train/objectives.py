@@ -26,20 +26,10 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The policy's output layer, `weight [V / tensor, H]`, and the temperature at which its logits are read.
-
-    `finite`: whether all weights are finite, if that is known.
-    """
+    """The policy's output layer, `weight [V / tensor, H]`, and the temperature at which its logits are read."""
 
     weight: Tensor
     temperature: float
-    finite: bool | None = None
-
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        if ps.get_tensor_model_parallel_world_size() == 1:
-            return None
-        return ps.get_tensor_model_parallel_group()
 
     def logprobs(
         self,
@@ -58,11 +48,10 @@ class OutputLayer:
             self.weight,
             batch.labels,
             self.temperature,
-            self.tensor_group,
+            ps.get_tensor_model_parallel_group(),
             with_entropy,
             mask=batch.loss_mask,
             observe=observe,
-            finite=self.finite,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state as ps
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -67,8 +67,8 @@ class Learner:
     Gradient norm and finalisation run over the ranks that hold a part of it, and only these construct a Learner.
 
     `overlap`: gradients are summed over replicas while the last micro-batch's backward still computes; the schedule
-    must run the other micro-batches in `ddp.no_sync()`. After `step`, parameters are complete on every replica once
-    `finish_parameters` has returned. The drafter is one layer, and its backward runs in each micro-batch: no overlap.
+    must run the other micro-batches in `ddp.no_sync()`. The drafter is one layer, and its backward runs in each
+    micro-batch: no overlap.
 
     `pace`: the rate decays by this learner's updates, if it has any: the drafter can have several in a step, or none.
     """
@@ -104,7 +104,6 @@ class Learner:
                 grad_reduce_in_fp32=low,
                 use_distributed_optimizer=adam.distributed,
                 overlap_grad_reduce=overlap,
-                overlap_param_gather=overlap and adam.distributed,
             ),
             module,
         )
@@ -116,14 +115,7 @@ class Learner:
             bf16=low,
             params_dtype=dtype,
             use_distributed_optimizer=adam.distributed,
-            overlap_param_gather=overlap and adam.distributed,
         )
-        self.gathers_late = overlap and adam.distributed
-        if self.gathers_late:
-            # Megatron's hooks gather parameters during a forward, each bucket when the layer before it runs. The output
-            # head runs in the loss, so its bucket would stay open, and the next step could not gather. No forward
-            # needs the hooks, because `finish_parameters` follows each step.
-            self.ddp.disable_forward_pre_hook(param_sync=False)
         self.parts = [self._part(config, experts=False)]
         if module.config.num_moe_experts and module.config.expert_model_parallel_size > 1:
             self.parts.append(self._part(config, experts=True))
@@ -131,7 +123,6 @@ class Learner:
 
     def _part(self, config: MegatronConfig, *, experts: bool) -> Part:
         # get_megatron_optimizer() communicates over all ranks; only those of the last pipeline stage have a drafter.
-        ps = parallel_state
         if experts:
             replicas = ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)
             replicas_gloo = ps.get_expert_data_parallel_group_gloo(
@@ -223,8 +214,6 @@ class Learner:
             group["lr"] = self.rate()
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
-        if self.gathers_late:
-            self.ddp.start_param_sync()
         return norm, True
 
     def rate(self) -> float:
@@ -238,12 +227,6 @@ class Learner:
             paced_steps = self._pace.steps or self.steps
             decay = max(0.1, 1 - 0.9 * paced_steps / adam.decay_steps)
         return adam.lr * min(warmup, decay)
-
-    def finish_parameters(self) -> None:
-        """Wait until the parameters are complete on every replica after a step. Collective."""
-        if self.gathers_late:
-            for group in self.ddp.bucket_groups + self.ddp.expert_parallel_bucket_groups:
-                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _is_expert(parameter: Tensor) -> bool:

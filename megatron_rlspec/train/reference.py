@@ -3,44 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from megatron.core import parallel_state as ps
+from torch import Tensor
 
 from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import experts
 from megatron_rlspec.train.attention import PackedSequences
-from megatron_rlspec.train.objectives import OutputLayer, Sums, filled, reduce_sums
+from megatron_rlspec.train.objectives import Sums, filled, reduce_sums
 from megatron_rlspec.types import PackedBatch
 
 ROWS = 512  # tokens of a micro-batch whose distributions `drift` compares
 
 
 class Reference:
-    """A copy of the policy on the CPU, made at construction. Every method is collective.
+    """A copy of a `Trainer`'s policy on the CPU, made at construction. Every method is collective."""
 
-    read      `Trainer.read`
-    logprobs  `Trainer.logprobs`
-    layer     returns the policy's output layer at the rollouts' temperature
-    """
-
-    def __init__(
-        self,
-        policy: nn.Module,
-        read: Callable[..., list[Any]],
-        logprobs: Callable[[Sequence[PackedBatch]], list[Tensor]],
-        layer: Callable[[], OutputLayer],
-    ) -> None:
-        self._policy = policy
-        self._read = read
-        self._logprobs = logprobs
-        self._layer = layer
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._copies = []  # (tensor of the policy, its copy on the CPU)
+        policy = trainer.policy
         for tensor in [*policy.parameters(), *experts.biases(policy).values()]:
             self._copies.append((tensor, tensor.detach().cpu().clone()))
 
@@ -63,7 +51,7 @@ class Reference:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Compute `Trainer.logprobs` with the reference; then restore the current weights bit for bit."""
         with self._in_place():
-            return self._logprobs(batches)
+            return self._trainer.logprobs(batches)
 
     def filled(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """Return the batches with the log-probs of the reference."""
@@ -78,11 +66,11 @@ class Reference:
 
         The sample is at most `ROWS` tokens of a micro-batch, evenly spaced.
         """
-        self._policy.eval()
+        self._trainer.policy.eval()
         with self._in_place():
-            rows = self._read(batches, self._report_distribution)
+            rows = self._trainer.read(batches, self._report_distribution)
         report = partial(self._report_drift, iter(rows))
-        totals = reduce_sums(self._read(batches, report))
+        totals = reduce_sums(self._trainer.read(batches, report))
         (tokens,) = totals.pop("drift/tokens")
         return {name: values[0] / max(tokens, 1.0) for name, values in totals.items()}
 
@@ -111,8 +99,9 @@ class Reference:
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
         """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""
-        layer = self._layer()
-        head = VocabParallelHead.of(layer.weight, layer.temperature, layer.tensor_group)
+        layer = self._trainer.output_layer(self._trainer.temperature)
+        group = ps.get_tensor_model_parallel_group()
+        head = VocabParallelHead.of(layer.weight, layer.temperature, group)
         trained = batch.loss_mask.nonzero()[:, 0]
         every = max(1, math.ceil(len(trained) / ROWS))
         rows = to_device(trained[::every], hidden.device)

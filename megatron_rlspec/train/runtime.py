@@ -53,15 +53,13 @@ def launch_env() -> None:
     """Set torchrun's variables, for a job of one rank, in a process that torchrun did not start."""
     if "RANK" in os.environ:
         return
-    port = free_port(JOBS)
-    alone = {
-        "RANK": 0,
-        "WORLD_SIZE": 1,
-        "LOCAL_RANK": 0,
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port(JOBS)),
     }
-    os.environ.update({key: str(value) for key, value in alone.items()})
 
 
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
@@ -154,8 +152,6 @@ def own_random_stream(seed: int) -> Iterator[None]:
     seeds = set(tracker.seeds_)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        tracker.reset()
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
         try:

@@ -55,7 +55,14 @@ def load(
         parameters |= global_names(module, config)
     rank = ps.get_tensor_model_parallel_rank()
     size = ps.get_tensor_model_parallel_world_size()
-    _check_present(table, parameters, tensors)
+    missing = [hf for name in parameters for hf in table.row(name).hf if hf not in tensors]
+    if missing:
+        message = f"the checkpoint has no {missing[0]}"
+        if len(missing) > 1:
+            message += f" and {len(missing) - 1} more"
+        if missing[0] in table.drafter_names:
+            message += "; the drafter can also be initialised fresh"
+        raise CheckpointError(message)
     for name, parameter in parameters.items():
         row = table.row(name)
         try:
@@ -69,22 +76,6 @@ def load(
             )
         with torch.no_grad():
             parameter.copy_(shard)
-
-
-def _check_present(
-    table: NameTable, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> None:
-    missing: list[str] = []
-    for name in parameters:
-        missing += [hf for hf in table.row(name).hf if hf not in tensors]
-    if not missing:
-        return
-    message = f"the checkpoint has no {missing[0]}"
-    if len(missing) > 1:
-        message += f" and {len(missing) - 1} more"
-    if missing[0] in table.drafter_names:
-        message += "; the drafter can also be initialised fresh"
-    raise CheckpointError(message)
 
 
 def export(
@@ -104,99 +95,66 @@ def export(
     if ps.get_expert_data_parallel_rank() != 0:
         return
     stages = ps.get_pipeline_model_parallel_world_size()
-    stage = ps.get_pipeline_model_parallel_rank()
-    for source in range(stages):
-        modules: list[nn.Module] = []
-        if scope != "drafter":
-            modules.append(policy)
-        if scope != "target" and source == stages - 1 and drafter is not None:
-            modules.append(drafter)
+    for stage in range(stages):
         shards: dict[str, Tensor] = {}
-        if source == stage:
-            for module in modules:
-                shards |= global_names(module, config)
-        for name, full in _stage_tensors(table, shards, source, stage, config):
-            for hf, tensor in table.to_hf(name, full):
+        if stage == ps.get_pipeline_model_parallel_rank():
+            if scope != "drafter":
+                shards |= global_names(policy, config)
+            if scope != "target" and drafter is not None:
+                shards |= global_names(drafter, config)
+        for name, parts in _gathered(shards, stage, config, runtime.device()):
+            if dist.get_rank() != 0:
+                continue
+            for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
                 if not live:  # the next step changes the parameter itself
                     tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
                 yield hf, tensor.contiguous()
 
 
 def whole(
-    table: NameTable, shards: Mapping[str, Tensor], device: torch.device
+    table: NameTable, shards: Mapping[str, Tensor], config: TransformerConfig, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors under Hugging Face names on `device`, on every rank. Collective over each replica's ranks.
 
-    `shards`: by canonical name, on any device, of a module without experts that the last pipeline stage has; on the
-    others empty.
+    `shards`: by canonical name, on any device, of a module that the last pipeline stage has; on the others empty.
+    """
+    last = ps.get_pipeline_model_parallel_world_size() - 1
+    for name, parts in _gathered(shards, last, config, device):
+        for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
+            yield hf, tensor.contiguous()
+
+
+def _gathered(
+    shards: Mapping[str, Tensor], stage: int, config: TransformerConfig, device: torch.device
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the shards of all tensor-parallel ranks, on every rank, of each tensor of a pipeline stage; collective.
+
+    shards  this rank's, by global name, if it is one of the stage; else empty
     """
     pipeline = ps.get_pipeline_model_parallel_group()
-    last = ps.get_pipeline_model_parallel_last_rank()
+    source = dist.get_process_group_ranks(pipeline)[stage]
+    size = ps.get_tensor_model_parallel_world_size()
+    # The ranks of other stages need names, shapes and types before they can receive.
     described: list[Any] = [[(name, x.shape, x.dtype) for name, x in shards.items()]]
     if pipeline.size() > 1:
-        dist.broadcast_object_list(described, src=last, group=pipeline)
+        dist.broadcast_object_list(described, src=source, group=pipeline)
     for name, shape, dtype in described[0]:
         if name in shards:
             shard = shards[name].detach().to(device).contiguous()
         else:
             shard = torch.empty(shape, dtype=dtype, device=device)
         if pipeline.size() > 1:
-            dist.broadcast(shard, src=last, group=pipeline)
-        parts = _gather(shard, ps.get_tensor_model_parallel_group())
-        for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
-            yield hf, tensor.contiguous()
-
-
-def _stage_tensors(
-    table: NameTable, shards: dict[str, Tensor], source: int, stage: int, config: TransformerConfig
-) -> Iterator[tuple[str, Tensor]]:
-    """Gather one stage's parameters over its tensor- and expert-parallel ranks and send them to rank 0."""
-    tensor_size = ps.get_tensor_model_parallel_world_size()
-    first_shard = (
-        ps.get_tensor_model_parallel_rank() == 0 and ps.get_expert_model_parallel_rank() == 0
-    )
-    pipeline = ps.get_pipeline_model_parallel_group()
-    target = dist.get_process_group_ranks(pipeline)[0]
-    origin = dist.get_process_group_ranks(pipeline)[source]
-    # Rank 0 needs names, shapes and types before it can receive.
-    described = []
-    for name, shard in shards.items():
-        described.append((name, *_full_shape(table, name, shard, tensor_size)))
-    plan: list[Any] = [described]
-    if source != 0 and first_shard:
-        dist.broadcast_object_list(plan, src=origin, group=pipeline)
-    for name, shape, dtype in plan[0]:
+            dist.broadcast(shard, src=source, group=pipeline)
         names = _of_all_ranks(name, config)
-        parts: list[Any] = [None] * len(names)
-        if stage == source:
-            parts = _whole(table, names, shards[name].detach(), first_shard)
-        if not first_shard or stage not in (0, source):
-            continue
-        for each, part in zip(names, parts, strict=True):
-            full = part
-            if source != 0:
-                if stage == source:
-                    dist.send(full.contiguous(), dst=target, group=pipeline)
-                    continue
-                full = torch.empty(shape, dtype=dtype, device=runtime.device())
-                dist.recv(full, src=origin, group=pipeline)
-            if stage == 0:
-                yield each, full
-
-
-def _whole(table: NameTable, names: list[str], shard: Tensor, first_shard: bool) -> list[Any]:
-    """Gather this stage's shards: the full tensors of `names` on its first rank, None for each on the others."""
-    size = ps.get_tensor_model_parallel_world_size()
-    if len(names) == 1 and ps.get_expert_model_parallel_rank():
-        return [None]  # the first expert-parallel rank has the same shard
-    if len(names) > 1:
-        group = ps.get_expert_tensor_and_model_parallel_group()
-    else:
         group = ps.get_tensor_model_parallel_group()
-    shards = _gather(shard, group)
-    if not first_shard:
-        return [None] * len(names)
-    return [table.unshard(name, shards[i * size : (i + 1) * size]) for i, name in enumerate(names)]
+        if len(names) > 1:
+            group = ps.get_expert_tensor_and_model_parallel_group()
+        parts = [shard]
+        if group.size() > 1:
+            parts = [torch.empty_like(shard) for _ in range(group.size())]
+            dist.all_gather(parts, shard, group=group)
+        for i, each in enumerate(names):
+            yield each, parts[i * size : (i + 1) * size]
 
 
 def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
@@ -214,21 +172,3 @@ def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
 
 def _experts_of_a_rank(config: TransformerConfig) -> int:
     return (config.num_moe_experts or 0) // ps.get_expert_model_parallel_world_size()
-
-
-def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    if group.size() == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
-
-
-def _full_shape(
-    table: NameTable, name: str, parameter: Tensor, size: int
-) -> tuple[tuple[int, ...], torch.dtype]:
-    shape = list(parameter.shape)
-    cut = table.row(name).cut
-    if cut.dim is not None:
-        shape[cut.dim] *= size
-    return tuple(shape), parameter.dtype

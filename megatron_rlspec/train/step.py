@@ -9,8 +9,10 @@ the split into micro-batches, packings and ranks changes a gradient by rounding 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +26,6 @@ from torch import Tensor, nn
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.losses.drafter import Student
-from megatron_rlspec.losses.head import all_finite
 from megatron_rlspec.losses.logprobs import Observer
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.headers import read_object
@@ -35,13 +36,11 @@ from megatron_rlspec.train import checkpoint, runtime, shards
 from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.drafter import Drafter, build_drafter
 from megatron_rlspec.train.drafter_step import (
-    DrafterObjective,
     DrafterStep,
     DrafterTargets,
+    follow_rounds,
     objective_of,
     prediction_of,
-    training_temperature,
-    walked,
 )
 from megatron_rlspec.train.model import (
     Policy,
@@ -54,8 +53,6 @@ from megatron_rlspec.train.objectives import OBJECTIVES, OutputLayer, Sums, mean
 from megatron_rlspec.train.optimizer import Learner
 from megatron_rlspec.train.reference import Reference
 from megatron_rlspec.types import PackedBatch, Scope
-
-DRAFTER_METRICS = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
 
 
 class Trainer:
@@ -93,7 +90,7 @@ class Trainer:
             seed = config.train.seed + 1  # a random stream of its own
             drafter = build_drafter(self.model_config, hf_config, seed)
             self.drafter = drafter.to(self.device)
-            self.drafter_step = DrafterStep.of(
+            self.drafter_step = DrafterStep(
                 self.drafter, config.drafter, config.optimizer, self._objective, pace=self.learner
             )
         # After the models are built: layers with experts copy the configuration that they are built from.
@@ -104,7 +101,8 @@ class Trainer:
         # sums of the newest step over all ranks, for `objectives.means`
         self.totals: dict[str, list[float]] = {}
         self.sharpness: float | None = None  # of coupled drafts, as measured last
-        self.temperature = training_temperature(config.rollout.temperature)
+        # at which policy and drafter are trained; greedy rollouts have 0
+        self.temperature = config.rollout.temperature or 1.0
         self.reference: Reference | None = None  # after `keep_reference`
         self.embedding: Tensor | None = None
         self.refresh_embedding()
@@ -173,12 +171,11 @@ class Trainer:
         if self.drafter is not None and self.drafter_step is not None and train_drafter:
             self.drafter.train()
             self.drafter_step.begin()
-        # one wait for a GPU, in place of one in each micro-batch
-        head_is_finite = all_finite(self.policy.head_weight()) if self.last_stage else None
-        losses = partial(self._losses, objective, train_policy, train_drafter, head_is_finite)
+        losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run(batches, losses, forward_only=not train_policy)
         predicted_steps = self._objective.predicted_steps
-        self.totals = reduce_sums(walked(sums, predicted_steps))
+        follow_rounds(sums, predicted_steps)
+        self.totals = reduce_sums(sums)
         self.learn_prediction(prediction_of(self.totals, predicted_steps))
         metrics = means(self.totals)
         if train_policy:
@@ -191,7 +188,6 @@ class Trainer:
         if self.config.drafter.train and train_drafter:
             metrics |= self._update_drafter()
         if train_policy:
-            self.learner.finish_parameters()  # gathered while the drafter was updated
             self.refresh_embedding()
         return metrics
 
@@ -210,7 +206,7 @@ class Trainer:
         else:
             exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
             rows = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
-        return [_from_last_stage(row, self.device) for row in rows]
+        return [_from_last_stage(row) for row in rows]
 
     @torch.no_grad()
     def accept_lengths(
@@ -223,21 +219,21 @@ class Trainer:
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)
-        objective = DrafterObjective(
+        objective = replace(
+            self._objective,
             depth=max(steps),
             loss="ce",
-            depth_decay=1.0,
             predicted_steps=tuple(steps),
             sampled=False,
             coupled=self._objective.coupled and seeds_known,
         )
-        replay = DrafterStep(None, objective)
-        if self.drafter is not None and self.drafter_step is not None:
+        replay = copy.copy(self.drafter_step)
+        if self.drafter is not None and replay is not None:
             self.drafter.eval()
-            replay.words = self.drafter_step.words
-            replay.head = self.drafter_step.head
+            replay.objective = objective
         sums = self.read(batches, partial(self._replayed, replay))
-        totals = reduce_sums(walked(sums, objective.predicted_steps))
+        follow_rounds(sums, objective.predicted_steps)
+        totals = reduce_sums(sums)
         prediction = prediction_of(totals, objective.predicted_steps)
         if prediction is None:
             return dict.fromkeys(steps, 1.0)
@@ -252,8 +248,7 @@ class Trainer:
 
     def keep_reference(self) -> None:
         """Copy the current policy, for `reference`."""
-        layer = partial(self.output_layer, self.temperature)
-        self.reference = Reference(self.policy, self.read, self.logprobs, layer)
+        self.reference = Reference(self)
 
     def refresh_embedding(self) -> None:
         """Update `embedding`, which the drafter reads."""
@@ -299,17 +294,14 @@ class Trainer:
 
         return self.run(batches, loss, forward_only=True)
 
-    def output_layer(self, temperature: float, finite: bool | None = None) -> OutputLayer:
-        """Return the policy's output layer on this rank of the last stage, at a temperature; `finite`: if known."""
-        return OutputLayer(self.policy.head_weight(), temperature, finite)
+    def output_layer(self, temperature: float) -> OutputLayer:
+        """Return the policy's output layer on this rank of the last stage, at a temperature."""
+        return OutputLayer(self.policy.head_weight(), temperature)
 
     def _layout(self) -> dict[str, Any]:
         """Return what must be equal between a checkpoint and the run that resumes from it."""
         parallel = self.config.parallel
         drafter = self.config.drafter
-        kind: str | bool = drafter.train  # True: an MTP layer
-        if drafter.train and drafter.kind != "mtp":
-            kind = drafter.kind
         layout: dict[str, Any] = {}
         if drafter.train and DRAFTER in self.hf_config and self._words is not None:
             layout["eagle3"] = eagle3_identity(self.hf_config, self._words)
@@ -320,7 +312,7 @@ class Trainer:
             "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
             "distributed": bool(self.config.optimizer.distributed),
             "dtype": self.config.model.dtype,
-            "drafter": kind,
+            "drafter": drafter.train and drafter.kind,
         }
 
     def _losses(
@@ -328,7 +320,6 @@ class Trainer:
         objective: str,
         train_policy: bool,
         train_drafter: bool,
-        head_is_finite: bool | None,
         batch: PackedBatch,
         packed: PackedSequences,
         hidden: Tensor,
@@ -337,7 +328,7 @@ class Trainer:
         hidden = hidden[:, 0]
         # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
         temperature = 1.0 if objective == "sft" and train_policy else self.temperature
-        layer = self.output_layer(temperature, head_is_finite)
+        layer = self.output_layer(temperature)
         loss = hidden.new_zeros(())
         sums: Sums = {}
         step = self.drafter_step if train_drafter else None
@@ -390,9 +381,14 @@ class Trainer:
         return rows
 
     def _replayed(
-        self, step: DrafterStep, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
+        self,
+        step: DrafterStep | None,
+        batch: PackedBatch,
+        packed: PackedSequences,
+        hidden: Tensor,
     ) -> Sums:
-        """Report what the texts of a micro-batch accept, for `accept_lengths`."""
+        """Report what the texts of a micro-batch accept, for `accept_lengths`; on the last stage, which has a step."""
+        assert step is not None
         hidden = hidden[:, 0]
         targets = _drafter_targets(batch)
         outputs = self._draft(batch, packed, hidden)
@@ -406,8 +402,9 @@ class Trainer:
         if self.drafter_step is not None and learner is not None:
             norm, updated = self.drafter_step.update()
             result = [norm, float(not updated), learner.rate()]
-        values = _from_last_stage(torch.tensor(result, dtype=torch.float64), self.device)
-        return dict(zip(DRAFTER_METRICS, values.tolist(), strict=True))
+        values = _from_last_stage(torch.tensor(result, dtype=torch.float64))
+        names = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
+        return dict(zip(names, values.tolist(), strict=True))
 
 
 def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
@@ -431,11 +428,11 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
     )
 
 
-def _from_last_stage(x: Tensor, device: torch.device) -> Tensor:
+def _from_last_stage(x: Tensor) -> Tensor:
     """Return the `x` of the last pipeline stage, on every stage."""
     if ps.get_pipeline_model_parallel_world_size() == 1:
         return x
-    x = x.to(device)
+    x = x.to(runtime.device())
     dist.broadcast(
         x,
         ps.get_pipeline_model_parallel_last_rank(),

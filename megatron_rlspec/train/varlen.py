@@ -45,26 +45,22 @@ class Varlen:
     def of(
         cls,
         pieces: list[tuple[int, int, int]],
+        order: Tensor | None,
         device: torch.device,
     ) -> Varlen:
-        """Make it from pieces (query rows, first key row, keys)."""
-        q = []
-        k = []
-        key_rows = []
-        in_order = True
-        end = 0
-        for rows, first, keys in pieces:
-            in_order = in_order and first == end
-            end += keys
-            q.append(rows)
-            k.append(keys)
-            key_rows.append(torch.arange(first, first + keys))
+        """Make it from pieces (query rows, first key, keys). `order [T]`: the row of each key; None: its number."""
+        q = [rows for rows, _, _ in pieces]
+        k = [keys for _, _, keys in pieces]
+        key_rows = torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces])
+        if order is not None:
+            key_rows = order[key_rows]
+        in_order = torch.equal(key_rows, torch.arange(len(key_rows)))
         return cls(
             q=tuple(q),
             k=tuple(k),
             cu_q=_cumulative(q, device),
             cu_k=_cumulative(k, device),
-            key_rows=None if in_order else to_device(torch.cat(key_rows), device),
+            key_rows=None if in_order else to_device(key_rows, device),
         )
 
     @cached_property

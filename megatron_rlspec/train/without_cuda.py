@@ -6,7 +6,6 @@ megatron-core 0.16.1 does so in a few dozen places. Importing this module patche
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -34,10 +33,12 @@ def install() -> None:
         return
     _installed = True
     torch.cuda.current_device = lambda: _CPU  # `device=torch.cuda.current_device()`, everywhere
-    torch.cuda.synchronize = lambda *_, **__: None  # point-to-point communication of pipelines
-    torch.cuda.Stream = _NoStream
-    torch.cuda.current_stream = _NoStream  # experts' token counts, copied aside
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
+    torch.cuda.synchronize = torch.cpu.synchronize  # point-to-point communication of pipelines
+    # There is one stream, so nothing runs aside, such as copies of experts' token counts.
+    stream = _Stream()
+    torch.cuda.Stream = lambda *_, **__: stream
+    torch.cuda.current_stream = lambda *_, **__: stream
+    torch.cuda.stream = torch.cpu.stream
     # 0.16.1 does not define it without Transformer Engine
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -99,23 +100,9 @@ def _scatter_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> T
     return total.split(shares)[group.rank()]
 
 
-class _NoStream:
-    """A CUDA stream on a CPU: calls have finished when they return, and all streams are equal."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NoStream)
-
-    __hash__ = None
-
-    def record_event(self) -> _NoStream:
-        return self
-
-    def wait_stream(self, _: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+class _Stream(torch.cpu.Stream):
+    def record_event(self) -> Any:
+        return torch.cpu.Event()
 
 
 def _let_cuda_mean_cpu() -> None:

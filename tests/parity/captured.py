@@ -7,11 +7,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_rlspec.host.ports import ENGINES, free_port
+from megatron_rlspec.packing.pack import pack
+from megatron_rlspec.packing.shift import shift_packed
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling
@@ -66,3 +70,22 @@ def chains(passes, words: np.ndarray) -> Chains:
         assert words[extend["logits"][row].argmax()] == chain[0]
         found[t] = (chain, np.stack([extend["logits"][row], *(p["logits"][0] for p in decodes)]))
     return found
+
+
+def gaps(trainer: Any, drafted: Sequence[tuple[Sample, Chains]]) -> np.ndarray:
+    """Return the largest difference per depth between the logits of the trainer's drafter and the engine's."""
+    from test_model_parity import drafter_logits
+
+    worst = np.zeros(DEPTH)
+    for sample, found in drafted:
+        (batch,) = pack([sample], depth=DEPTH, tokens_per_micro_batch=1024)
+        tokens = [shift_packed(batch.tokens, batch.cu_seqlens, d) for d in range(1, DEPTH + 1)]
+        for t, (chain, _) in found.items():  # the drafter reads x_{t+1}, then the engine's own chain from t
+            for depth, token in enumerate(chain, 2):
+                tokens[depth - 1][t] = token
+        _, logits = drafter_logits(trainer, replace(batch, drafter_tokens=tokens))
+        for t, (_, expected) in found.items():
+            if t < len(sample.tokens) - 1:
+                ours = np.stack([of_depth[t].numpy() for of_depth in logits])
+                worst = np.maximum(worst, np.abs(ours - expected).max(axis=1))
+    return worst

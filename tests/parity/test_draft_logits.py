@@ -8,15 +8,10 @@ import captured
 import numpy as np
 import pytest
 import tiny_mimo
-import torch
 import train_ranks
 
 from megatron_rlspec.config import load
-from megatron_rlspec.packing.pack import pack
-from megatron_rlspec.packing.shift import shift_packed
 from megatron_rlspec.train.attention import Chain
-from megatron_rlspec.train.drafter import Drafter
-from megatron_rlspec.train.model import describe
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Sample
 
@@ -39,32 +34,6 @@ def drafted(tmp_path_factory) -> list[tuple[Sample, captured.Chains]]:
         return captured.draw(engine, folder, (1, 9), np.arange(CONFIG["vocab_size"]))
 
 
-def trainer_logits(trainer: Trainer, drafter: Drafter, sample: Sample, chains: dict[int, list[int]]) -> torch.Tensor:
-    """`[DEPTH, T, V]`; at t the drafter reads x_{t+1}, then the engine's own chain from t."""
-    (batch,) = pack([sample], depth=DEPTH, tokens_per_micro_batch=1024)
-    tokens = [shift_packed(batch.tokens, batch.cu_seqlens, d) for d in range(1, DEPTH + 1)]
-    for t, chain in chains.items():
-        for depth, token in enumerate(chain, 2):
-            tokens[depth - 1][t] = token
-    packed = describe(batch, trainer.model_config, trainer.rope, torch.device("cpu"))
-    with torch.no_grad():
-        positions = batch.position_ids
-        hidden = trainer.policy(batch.tokens[None], positions[None], None, packed_seq_params=packed)[:, 0]
-        outputs = drafter(hidden, tokens, trainer.embedding, positions, packed)
-        return torch.stack(outputs) @ trainer.policy.head_weight().T
-
-
-def gaps(trainer: Trainer, drafter: Drafter, drafted) -> np.ndarray:
-    """Largest difference per depth, over all positions that were drafted from."""
-    worst = np.zeros(DEPTH)
-    for sample, found in drafted:
-        logits = trainer_logits(trainer, drafter, sample, {t: chain for t, (chain, _) in found.items()}).numpy()
-        for t, (_, expected) in found.items():
-            if t < len(sample.tokens) - 1:
-                worst = np.maximum(worst, np.abs(logits[:, t] - expected).max(axis=1))
-    return worst
-
-
 @pytest.fixture(scope="module")
 def measured(drafted) -> dict[str, np.ndarray]:
     """Largest difference per depth of our drafter and of two that are wrong, on a rank of its own."""
@@ -75,13 +44,12 @@ def measured(drafted) -> dict[str, np.ndarray]:
 def measure(drafted) -> dict[str, np.ndarray]:
     trainer = Trainer(load(None, {"model.dtype": "float32", "drafter.depth": str(DEPTH)}), CONFIG)
     trainer.load_hf(WEIGHTS)
-    own = trainer.drafter
-    found = {"chain-exact": gaps(trainer, own, drafted)}
+    found = {"chain-exact": captured.gaps(trainer, drafted)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Chain, "next", lambda chain: Chain())  # depth d attends to its own inputs, as in Megatron
-        found["megatron"] = gaps(trainer, own, drafted)
-    own.zero_first_embedding = False
-    return found | {"no rule for position 0": gaps(trainer, own, drafted[:1])}
+        found["megatron"] = captured.gaps(trainer, drafted)
+    trainer.drafter.zero_first_embedding = False
+    return found | {"no rule for position 0": captured.gaps(trainer, drafted[:1])}
 
 
 def test_chain_exact_unrolling_is_the_engine_s(drafted, measured):

@@ -37,10 +37,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # what differs of t
     "Llama": ({}, {}),
     "Qwen2": ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, {}),
     "Qwen3": ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, {}),
-    "three layers": ({}, {"num_hidden_layers": 3}),
-    "norms": ({}, {"norm_before_fc": True, "fc_norm": True, "norm_output": True}),
-    "two layers and norms": ({}, {"num_hidden_layers": 2, "fc_norm": True, "norm_output": True}),
+    "layers and norms": ({}, {"num_hidden_layers": 3, "norm_before_fc": True, "fc_norm": True, "norm_output": True}),
 }
+LLAMA = pytest.mark.parametrize("served", ["Llama"], indirect=True)  # of what does not depend on the models
 DRAFTER = tiny_eagle3.drafter_config(max_position_embeddings=64)  # fewer than the target's, as published ones have
 OWN = tiny_eagle3.drafter_weights(DRAFTER)
 IDS = OWN["d2t"] + torch.arange(tiny_eagle3.WORDS)
@@ -159,33 +158,13 @@ def test_the_trainers_drafter_computes_the_engines_drafts(served):
 
 def of_trainer(config: dict[str, Any], weights: dict[str, torch.Tensor], drafted: Drafted) -> np.ndarray:
     """Return the largest difference per depth between the trainer's draft logits and the engine's, on a rank."""
-    from megatron_rlspec.packing.pack import pack
-    from megatron_rlspec.packing.shift import shift_packed
-    from megatron_rlspec.train.model import describe
     from megatron_rlspec.train.step import Trainer
 
     options = {"model.dtype": "float32", "drafter.depth": "3", "drafter.kind": "eagle3", "drafter.path": "drafter"}
     trainer = Trainer(load(None, options), config)
     trainer.set_draft_vocabulary(IDS.numpy())
     trainer.load_hf(weights)
-    cpu = torch.device("cpu")
-    worst = np.zeros(captured.DEPTH)
-    for sample, found in drafted:
-        (batch,) = pack([sample], depth=captured.DEPTH, tokens_per_micro_batch=1024)
-        tokens = [shift_packed(batch.tokens, batch.cu_seqlens, d) for d in range(1, captured.DEPTH + 1)]
-        for t, (chain, _) in found.items():
-            for depth, token in enumerate(chain, 2):
-                tokens[depth - 1][t] = token
-        packed = describe(batch, trainer.model_config, trainer.rope, cpu)
-        with torch.no_grad():
-            trainer.policy(batch.tokens[None], batch.position_ids[None], None, packed_seq_params=packed)
-            own = describe(batch, trainer.drafter.config, trainer.rope, cpu)
-            outputs = trainer.drafter(trainer.policy.taps(), tokens, trainer.embedding, batch.position_ids, own)
-            logits = (torch.stack(outputs) @ trainer.drafter.head.T).numpy()
-        for t, (_, expected) in found.items():
-            if t < len(sample.tokens) - 1:
-                worst = np.maximum(worst, np.abs(logits[:, t] - expected).max(axis=1))
-    return worst
+    return captured.gaps(trainer, drafted)
 
 
 def test_the_comparison_sees_other_layers_and_another_recursion(served):
@@ -304,22 +283,14 @@ REFUSED = {
 }
 
 
+@LLAMA
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_push_that_does_not_fit_is_refused_in_one_line(engine, case):
+def test_a_push_that_does_not_fit_is_refused_in_one_line(served, engine, case):
     name, tensor, expected = REFUSED[case]
     before = engine.fingerprints()
     with pytest.raises(EngineError, match=expected):
         engine.update_weights(1, [(name, tensor)], "drafter")
     assert engine.fingerprints() == before and engine.describe()["eagle3"]["words"] == fingerprint(IDS)
-
-
-def test_speculation_is_held_and_released(engine):
-    engine.hold("for a look")
-    engine.generate(asked(2), Sampling(max_new_tokens=8))
-    assert {s.config for s in engine.stats()} == {OFF} and engine.describe()["held"] == "for a look"
-    engine.release()
-    engine.generate(asked(2), Sampling(max_new_tokens=8))
-    assert {s.config for s in engine.stats()} == {SpecConfig(3)}
 
 
 OTHERS = {
@@ -329,6 +300,7 @@ OTHERS = {
 }
 
 
+@LLAMA
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_run_refuses_an_engine_with_another_drafter(served, case, tmp_path):
     """It would not fail: no draft, or few, would be accepted."""
@@ -342,6 +314,7 @@ def test_a_run_refuses_an_engine_with_another_drafter(served, case, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@LLAMA
 def test_a_run_uses_an_engine_with_its_drafter(served, tmp_path):
     own = {"drafter.kind": "eagle3", "drafter.path": str(served.folder / "drafter")}
     (engine,) = attach(served, own, tmp_path).wait().values()

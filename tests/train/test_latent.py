@@ -8,12 +8,8 @@ from test_experts import against_transformers, build, data_of, state
 from test_model_parity import drafter_logits
 from train_ranks import on_ranks
 
-from megatron_rlspec.commands.convert import main
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.models.config import check_config
-from megatron_rlspec.models.directory import check_model
-from megatron_rlspec.models.hf_files import write_hf
-from megatron_rlspec.models.names import name_table
 
 # Of the four frequencies two stay, and the others are divided in part and wholly. The scores are multiplied by 1.2.
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1}
@@ -47,18 +43,6 @@ def against_chains(folder):
 def test_every_depth_drafts_as_an_engine_does(tmp_path):
     ((worst, size),) = on_ranks(1, against_chains, tmp_path)
     assert max(worst) < 2e-5 and size > 0.1
-
-
-def test_a_directory_is_trained_and_converted(tmp_path):
-    tensors = checkpoint(SMALL, tmp_path / "names")
-    stated = SMALL | {"eos_token_id": 1}
-    write_hf(tmp_path / "model", stated, {n: tensor.clone() for n, tensor in tensors.items()})
-    for use in ("train", "convert"):
-        assert check_model(tmp_path / "model", use, tokenizer=False)["kv_lora_rank"] == SMALL["kv_lora_rank"]
-    target = {name: tensors[name].clone() for name in name_table(SMALL).target_names}
-    write_hf(tmp_path / "plain", stated | {"num_nextn_predict_layers": 0}, target)
-    assert main([str(tmp_path / "plain"), str(tmp_path / "added"), "--add-mtp", "--to", "hf"]) == 0
-    assert check_model(tmp_path / "added", "train", tokenizer=False)["num_nextn_predict_layers"] == 1
 
 
 def isolated(weights):

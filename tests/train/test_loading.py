@@ -1,6 +1,5 @@
 """What a trainer loads from a checkpoint and reads from its configuration, and what it refuses."""
 
-import os
 import threading
 
 import forked
@@ -12,7 +11,6 @@ from train_ranks import HF_CONFIG, config, digest, on_ranks
 
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.train import model, runtime
-from megatron_rlspec.train.step import Trainer
 
 CELL = PLAIN | {"dtype": "float32"}
 
@@ -60,8 +58,6 @@ def test_the_drafters_initialisation_draws_from_a_stream_of_its_own():
 
 
 REFUSED = {
-    "rotary": ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, {}, "dynamic"),
-    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, {}, "GPT2LMHeadModel is not trained"),
     "expert parallel": ({}, {"expert": 2}, "parallel.expert=2"),
     "weights": (GLM4_MOE | {"norm_topk_prob": False}, {}, "norm_topk_prob=false"),
     "groups of experts": (GLM4_MOE | {"n_group": 2, "topk_group": 2}, {}, "2 for each of topk_group"),
@@ -92,20 +88,6 @@ def test_float64_is_refused_under_transformer_engine(monkeypatch):
 def test_ranks_must_fit_the_layout():
     with pytest.raises(ConfigError, match="needs a multiple of 2 ranks, but 3"):
         config(parallel={"context": 2}, model={"path": "model"}, data={"path": "rows"}).check_run("train", 3)
-
-
-def alone():
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    trainer = Trainer(config(), HF_CONFIG)
-    loss = trainer.train_step(own_batches(trainer), objective="sft")["policy/loss"]
-    runtime.shut_down()
-    return loss, torch.distributed.is_initialized()
-
-
-def test_one_process_needs_no_torchrun():
-    ((loss, joined),) = on_ranks(1, alone)
-    assert loss > 0 and not joined
 
 
 def test_a_job_that_cannot_be_left_delays_the_end_of_a_command_only_briefly(monkeypatch):

@@ -239,23 +239,5 @@ def test_every_pair_of_settings():
     compare(pairwise())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("tied", "unrolling"), [(False, 3), (True, 2)])
-def test_every_setting(tied, unrolling):
-    varied = {key: DIMENSIONS[key] for key in ("context", "tensor", "pipeline", "recompute", "distributed")}
-    cells = [dict(zip(varied, values, strict=True)) for values in itertools.product(*varied.values())]
-    model = {"tied": tied, "unrolling": unrolling}
-    compare([PLAIN | model | c | {"sequence": c["tensor"] > 1} for c in cells if possible(PLAIN | c)])
-
-
 def test_layouts_agree_to_rounding():
     compare([PLAIN | {"context": 2, "tensor": 2, "sequence": True}])
-
-
-@pytest.mark.slow
-def test_more_layouts_agree_to_rounding():
-    cells = [{"dtype": "float32", "pipeline": 2}, {"dtype": "float32"}, {"pipeline": 2}]
-    cells += [{"dtype": "float32", "context": 2, "tensor": 2, "sequence": True}]
-    cells += [{"context": 2, "tensor": 2, "some": True, "loss": "forward_kl"}]  # the drafter learns some samples
-    compare([PLAIN | cell for cell in cells])

@@ -66,7 +66,8 @@ class SlimeEagle3(DrafterBeside):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors that a push sends, on every rank; collective."""
         parts = self._copies or shards.global_names(self.block, self.model.config)
-        return shards.whole(self.table, parts, next(self.model.parameters()).device)
+        device = next(self.model.parameters()).device
+        return shards.whole(self.table, parts, self.model.config, device)
 
     def write(self, folder: Path, main: bool) -> None:
         """Write `folder/hf_drafter` on the `main` rank, as `drafter.path` was; collective."""

@@ -4,18 +4,15 @@ import contextlib
 from unittest import mock
 
 import megatron.core.optimizer as optimizers
-import numpy as np
 import pytest
 import torch
-from test_experts import GROUPED, data_of, unpadded
+from test_experts import GROUPED, data_of
 from test_experts import build as build_experts
-from test_model_parity import YARN, drafter_logits
+from test_model_parity import YARN
 from test_parallel_equality import PLAIN, build, own_batches
-from train_ranks import HF_CONFIG, batches, on_ranks, samples
+from train_ranks import HF_CONFIG, on_ranks
 
-from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
 from megatron_rlspec.train import runtime
-from megatron_rlspec.types import OFF, Prompt, Request, Sampling, SpecConfig
 
 CELLS = {
     "data": {},
@@ -108,56 +105,3 @@ def test_two_steps_equal_those_of_the_local_branch():
 @pytest.mark.slow
 def test_two_steps_in_other_layouts_equal_those_of_the_local_branch():
     assert_equal(SLOW_CELLS | with_experts(SLOW_EXPERTS))
-
-
-def pushed(cell):
-    """Log-probs of the trainer and of an engine that was given its weights; texts with and without a drafter."""
-    trainer = build(PLAIN | {"dtype": "float64"} | cell)
-    for seed in (0, 1):
-        trainer.train_step(own_batches(trainer, seed), objective="grpo")
-    tensors = everywhere(dict(trainer.export()))
-    chosen = [s for s in unpadded(samples(6)) if s.loss_mask.any()]
-    config = HF_CONFIG | {"max_position_embeddings": 256, "eos_token_id": 0}
-    start = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    engine = EmbeddedEngine(config, start.items(), dtype=torch.float64, max_total_tokens=4096, max_length=256)
-    engine.update_weights(1, tensors.items())
-    fingerprints = engine.fingerprints()
-    texts = []
-    for steps in (OFF, SpecConfig(3)):
-        engine.set_config(steps)
-        prompts = [Prompt(i, np.asarray(s.prompt.tokens)) for i, s in enumerate(chosen)]
-        requests = [Request(f"{p.id}", p, p.id) for p in prompts]
-        texts.append(engine.generate(requests, Sampling(max_new_tokens=20, ignore_eos=True)))
-    share = batches(texts[0], trainer.config)
-    gaps = []
-    for batch, ours in zip(share, trainer.logprobs(share), strict=True):
-        gaps.append(float(((ours - batch.behaviour_logprobs) * (batch.loss_mask != 0)).abs().max()))
-    return max(gaps), [[s.response.tolist() for s in text] for text in texts], len(fingerprints)
-
-
-def test_what_is_pushed_is_what_is_trained():
-    for gap, (plain, drafted), tensors in on_ranks(2, pushed, {"tensor": 2, "sequence": True}):
-        assert gap < 1e-6 and tensors > 40
-        assert plain == drafted
-
-
-def fused_rope(cell, fused):
-    """Log-probs of one batch with Megatron's own rotary embedding or Transformer Engine's kernel."""
-    options = runtime.device_options
-    with mock.patch.object(runtime, "device_options", lambda: options() | {"apply_rope_fusion": fused}):
-        trainer = build(PLAIN | {"dtype": "float32"} | cell)
-    assert trainer.policy.config.apply_rope_fusion == fused
-    data = own_batches(trainer)
-    trainer.train_step(data, objective="sft")
-    return torch.cat(trainer.logprobs(data)), drafter_logits(trainer, data[0])[1][0]
-
-
-def ropes(cell):
-    return [fused_rope(cell, fused) for fused in (False, True)]
-
-
-@pytest.mark.slow
-def test_the_fused_rotary_embedding_is_the_same():
-    for plain, fused in on_ranks(2, ropes, {"context": 2}):
-        for ours, theirs in zip(fused, plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
