@@ -223,6 +223,7 @@ class Trainer:
             self._objective,
             depth=max(steps),
             loss="ce",
+            depth_decay=1.0,
             predicted_steps=tuple(steps),
             sampled=False,
             coupled=self._objective.coupled and seeds_known,
