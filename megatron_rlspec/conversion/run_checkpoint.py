@@ -84,10 +84,9 @@ def model_of(path: Path, moved: Path | None) -> tuple[Path, Path | None]:
 def layout_of(path: Path) -> Layout:
     """Return the layout of a checkpoint. Raises CheckpointError."""
     layout = read_object(path / LAYOUT)
-    drafter = layout.get("drafter")
     sharpness = layout.get("sharpness")
     return Layout(
-        drafter="mtp" if drafter is True else drafter or "",
+        drafter=layout.get("drafter") or "",
         tensor=layout.get("tensor", 1),
         chosen={} if sharpness is None else {STATED: sharpness},
     )

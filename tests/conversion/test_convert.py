@@ -66,7 +66,7 @@ def test_a_checkpoint_of_a_run_is_read_by_the_specs_of_its_ranks(tmp_path, spec)
     """Local specs cut the down projections of latent attention, and Transformer Engine's hold them whole."""
     config, tensors = hf_directory(tmp_path, "deepseek_v3")
     table = name_table(config, spec)
-    step = empty_step(tmp_path, tensor=2, drafter=True)
+    step = empty_step(tmp_path, tensor=2, drafter="mtp")
     for rank in (0, 1):
         held = {"policy": {}, "drafter": {}}
         for name, row in table.rows.items():
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_a_run_is_read_by_the_specs_of_its_ranks(tmp_path, spec)
 def test_a_runs_checkpoint_takes_config_and_tokenizer_of_the_model_that_the_run_began_with(tmp_path, monkeypatch):
     """The run's config.json can name that model by a relative path, and another directory can have this name here."""
     config, tensors = hf_directory(tmp_path)
-    step = empty_step(tmp_path, tensor=1, drafter=True)
+    step = empty_step(tmp_path, tensor=1, drafter="mtp")
     held = {f"parameter.{name}": row.layout.fuse([tensors[hf] for hf in row.hf]) for name, row in rows(config).items()}
     tensor_file.save(held, step / "policy-tensor0-pipeline0.safetensors")
     (tmp_path / "run/config.json").write_text(json.dumps({"model": {"path": "hf"}, "drafter": {"path": ""}}))
