@@ -33,9 +33,7 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return specs of the policy's layers and final norm on this pipeline stage."""
     first = get_transformer_layer_offset(config)
     count = get_num_layers_to_build(config)
-    with_experts = [0] * config.num_layers
-    if config.num_moe_experts:
-        with_experts = config.moe_layer_freq
+    with_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = {}
     for experts in set(with_experts):
         specs[experts], norm = _layer_spec(config, experts=bool(experts))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rlspec.config import Config
 from megatron_rlspec.losses.drafter import Student
@@ -116,13 +116,12 @@ class Trainer:
 
         `fresh_drafter` leaves the drafter and its optimizer as they are.
         """
-        modules: list[nn.Module] = [self.policy]
-        learners = [self.learner]
-        if self.drafter is not None and self.drafter_learner is not None and not fresh_drafter:
-            modules.append(self.drafter)
-            learners.append(self.drafter_learner)
+        learners = self.learners()
+        if fresh_drafter:
+            learners.pop("drafter", None)
+        modules = [learner.ddp.module for learner in learners.values()]
         shards.load(self.table, modules, self.model_config, tensors)
-        for learner in learners:
+        for learner in learners.values():
             learner.optimizer.reload_model_params()
         self.refresh_embedding()
 
