@@ -1,6 +1,5 @@
 """examples/custom_loss: functions of the user's as policy loss, advantage and drafter's loss."""
 
-import importlib.util
 import math
 from pathlib import Path
 
@@ -24,14 +23,6 @@ OWN = {
 }
 
 
-@pytest.fixture
-def example():
-    specification = importlib.util.spec_from_file_location("my_losses", EXAMPLE / "my_losses.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def test_two_steps_of_a_run(start, tmp_path):
     options = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__steps": 2, "reward__kind": "exact", **OWN}
     ended = forked.run_module("megatron_rlspec.cli", words(start, tmp_path, "train", options), folder=EXAMPLE)
@@ -42,14 +33,6 @@ def test_two_steps_of_a_run(start, tmp_path):
         # Half the cross-entropy, and half a divergence, which is not negative.
         assert record["drafter/loss_1"] > 0.5 * record["drafter/ce_1"] > 0
         assert math.isfinite(record["policy/loss"]) and record["drafter/skipped"] == record["policy/skipped"] == 0
-
-
-def test_advantages_by_rank(example):
-    samples = [Sample(f"s{i}", Prompt(0, np.array([1])), np.array([1, 2]), np.ones(2), np.ones(2)) for i in range(4)]
-    group = custom.RewardedGroup(
-        samples, np.array([0.5, 9.0, 0.5, 0.0]), np.array([True, True, True, False]), AlgorithmConfig()
-    )
-    np.testing.assert_allclose(example.ranks(group), [-0.5, 1.0, -0.5, 0.0])
 
 
 @pytest.mark.parametrize(

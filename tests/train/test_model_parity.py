@@ -10,9 +10,9 @@ from megatron_rlspec.train.attention import Chain
 from megatron_rlspec.train.step import Trainer
 
 
-def trained(dtype: str, hf: dict, depth: int = 3) -> tuple[Trainer, list]:
+def trained(dtype: str, hf: dict) -> tuple[Trainer, list]:
     """Return a trainer after two steps, so that no parameter has its initial value, and its batches."""
-    options = config(model={"dtype": dtype}, drafter={"depth": depth})
+    options = config(model={"dtype": dtype}, drafter={"depth": 3})
     trainer = Trainer(options, hf)
     data = batches(samples(9), options)
     for _ in range(2):
