@@ -122,7 +122,7 @@ def test_an_engine_that_was_started_otherwise_is_refused(started: Started, tmp_p
     with pytest.raises(ConfigError, match="verifier=target_only.*started with --verifier position_keyed"):
         ServedEngines(other, tmp_path, GpuLayout())
     fewer = load(None, {"rollout.urls": started.url, "spec.num_steps": "1", "spec.candidate_steps": "1"})
-    with pytest.raises(ConfigError, match=r"candidate_steps=1, but .* chooses among \[0, 1\].*--candidate"):
+    with pytest.raises(ConfigError, match=r"candidate_steps=1, but .* chooses among \[0, 1, .*--candidate"):
         ServedEngines(fewer, tmp_path, GpuLayout())
 
 
