@@ -71,4 +71,4 @@ def test_ranks_wait_for_each_other_on_the_host():
     for room in ("run", "push", "records"):
         for file in (package / room).glob("*.py"):
             calls |= set(re.findall(r"\bdist\.(\w+)\(", file.read_text()))
-    assert calls == {"get_rank", "get_world_size"}
+    assert calls == {"get_rank", "get_world_size", "is_initialized"}
