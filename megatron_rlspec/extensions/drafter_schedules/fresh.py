@@ -18,13 +18,12 @@ from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# It goes on for so many steps and tokens at least. Large steps have the tokens in ten steps; small ones, whose seconds
-# are few, take longer.
+# The extra updates stop when both of these are reached. A run with small steps needs more than ten for the tokens.
 STEPS = 10
-LEARNT = 262144
-UPDATES = 8  # for as many samples as a step has
-TOKENS = 32768  # of the newest rollouts, after a small step; after a large one as many as `SHARE` of the step's
-# What this may take: of the step, and of its generation, of which drafts can save a part.
+LEARNT = 262144  # tokens that the drafter has learnt from
+UPDATES = 8  # so many updates have as many samples as one step
+TOKENS = 32768  # the drafter learns from so many of the newest tokens, or from `SHARE` of the step's if these are more
+# The extra updates of a step may take these shares: of the step's seconds, and of the seconds of its generation.
 OF_STEP = 0.25
 OF_GENERATION = 0.5
 
@@ -34,7 +33,7 @@ def tokens_of(samples: Sequence[Sample]) -> int:
 
 
 class FreshLearner(DrafterSchedule):
-    """Updates a fresh drafter several times after each of a run's first steps, beside the update in the step."""
+    """Updates a fresh drafter several times more after each of a run's first steps."""
 
     def __init__(
         self,
@@ -67,10 +66,10 @@ class FreshLearner(DrafterSchedule):
         return step >= STEPS and self._learnt >= LEARNT
 
     def teach(self, step: int, seconds: float) -> dict[str, float]:
-        """Update the drafter. The policy runs forward only.
+        """Update the drafter on the newest rollouts. The policy runs forward only. Collective. Returns metrics.
 
-        It ends when another update would exceed the `seconds` of rank 0, but does not read them with
-        train.deterministic. Collective. Returns metrics.
+        It ends before an update that would exceed `seconds`, by the clock of rank 0. With train.deterministic no clock
+        is read.
         """
         began = time.perf_counter()
         newest = samples_of(self._newest)
@@ -92,7 +91,8 @@ class FreshLearner(DrafterSchedule):
             late = spent * (done + 1) / done > seconds  # the next update would be
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
-        self._trainer.prediction = prediction  # of texts that it had not learnt from
+        # The prediction of the step's own pass stays: the drafter had not learnt from its texts yet.
+        self._trainer.prediction = prediction
         if self._ended(step + 1):
             self._rollouts = []
         return {"drafter/seconds_fresh": spent}

@@ -71,10 +71,8 @@ class Cache:
         self.drafted = np.zeros(rows, np.int64)
         self.held = np.zeros(rows, np.int64)  # columns that have a slot
 
-    def take(self, count: int) -> np.ndarray | None:
-        """Take `count` free slots; None if fewer are free."""
-        if count > self.left:
-            return None
+    def take(self, count: int) -> np.ndarray:
+        """Take `count` of the `left` free slots."""
         self.left -= count
         return self.free[self.left : self.left + count].copy()
 
@@ -95,10 +93,9 @@ class Cache:
         key = shared.tobytes()
         prefix = self.prefixes.get(key)
         if prefix is None:
-            slots = self.take(len(shared))
-            if slots is None:
+            if len(shared) > self.left:
                 return None
-            prefix = self.prefixes[key] = Prefix(key, shared, slots)
+            prefix = self.prefixes[key] = Prefix(key, shared, self.take(len(shared)))
         prefix.users += 1
         self.free_rows.pop()
         self.prefix[row] = prefix
@@ -113,7 +110,7 @@ class Cache:
         return row
 
     def back(self, row: int, columns: int) -> bool:
-        """Give slots to columns [0, columns) of a row, and to SPARE more if enough are free.
+        """Give slots to columns [0, columns) of a row, and to up to SPARE more as far as slots are free.
 
         Returns False if too few slots are free; the row is then unchanged.
         """
@@ -121,12 +118,10 @@ class Cache:
         missing = columns - held
         if missing <= 0:
             return True
-        spare = min(SPARE, self.columns - columns)
-        slots = self.take(missing + spare)
-        if slots is None:
-            slots = self.take(missing)
-        if slots is None:
+        spare = min(SPARE, self.columns - columns, self.left - missing)
+        if spare < 0:
             return False
+        slots = self.take(missing + spare)
         last = held + len(slots)
         self.slots[row, held:last] = slots
         self.held[row] = last

@@ -1,4 +1,4 @@
-"""Drafts from the drafter's logits, and the chains of them that a round verifies."""
+"""Choose drafts from the drafter's logits. A round verifies a chain of them for each sample."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def coupled(
     words: Tensor | None = None,
     sharpness: float = SHARPNESS[0],
 ) -> tuple[Tensor, Tensor]:
-    """Draft the columns of `logits [B, V]` with the largest s · log q + noise, the noise of the verifier.
+    """Draft, for each sample, the column of `logits [B, V]` with the largest s · log q + noise.
 
-    q has gone through temperature, top-k, top-p and min-p, as p will. At temperature 0 these are the likeliest columns.
+    The noise is the one with which the verifier will sample, so draft and sample agree more often. Temperature, top-k,
+    top-p and min-p apply to q as they will to the target's p. At temperature 0 the likeliest column is drafted.
 
-    settings   of the samples
+    settings   how the B samples are sampled
     seeds      [B], of the samples
     keys       [B], the positions that predict the drafts
     words      [V], the token ids of the columns; None: column i is token i

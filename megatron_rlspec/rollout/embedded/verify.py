@@ -1,12 +1,13 @@
-"""Choose the tokens that a verify pass commits. Two verifiers, as pure functions of logits, drafts and keyed noise.
+"""Choose the tokens that a verify pass commits, by one of two verifiers. Both sample argmax(log p + Gumbel noise).
 
-* position_keyed: the target's token at a position is argmax(log p + Gumbel noise). The noise is a hash of (seed,
-  position, token). A draft is accepted if it equals the target's token and all drafts before it were accepted. The
-  text depends only on seed, prompt and weights.
-* target_only: the same, with new noise in every round. It is lossless in distribution only.
+* position_keyed: the noise is a hash of (seed, position, token). So the text depends on seed, prompt and weights only.
+* target_only: the noise is new in every round. So the distribution of texts is right, and a text depends on the rounds.
 
-`noise.py` has the noise. It is that of SGLang's seeded sampler, so the same seed gives the same text on both
-engines, up to floating-point ties.
+The target samples a token at each place of a chain of drafts. A draft is accepted if it equals the target's token there
+and all drafts before it were accepted.
+
+The noise (`noise.py`) is that of SGLang's seeded sampler. So both engines give the same text for the same seed, except
+where two tokens are as good up to rounding.
 """
 
 from __future__ import annotations
@@ -35,17 +36,21 @@ class Settings(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The tokens that one round appended to B rows: the first `accepted + 1` of each."""
+    """What one round drew for B rows. It appends the first `accepted + 1` tokens of each row."""
 
     tokens: np.ndarray  # [B, 1 + k]
     logprobs: np.ndarray  # [B, 1 + k]
-    accepted: np.ndarray  # [B] drafts
-    verified: np.ndarray  # [B] drafts
+    accepted: np.ndarray  # [B] how many drafts
+    verified: np.ndarray  # [B] how many drafts
     logq: np.ndarray | None  # see `draft.Chains`
 
 
 def seed_of(seed: int, verifier: Verifier) -> np.int64:
-    """Return the seed of a request's noise: its own, or one of splitmix64 under target_only, which keys by draws."""
+    """Return the seed of a request's noise.
+
+    Under position_keyed it is the request's own. Under target_only it is a hash of that (splitmix64): the keys count
+    draws there, and with the request's own seed they would repeat the noise of the positions.
+    """
     x = seed & _WORD
     if verifier == "target_only":
         x = (x + _AWAY) & _WORD
@@ -89,10 +94,11 @@ def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Ten
 
 
 def count_accepted(tokens: np.ndarray, valid: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return [B], how many drafts of chains `tokens [B, 1 + k]` are accepted: the leading ones that the target samples.
+    """Return [B], how many drafts of each chain are accepted: the leading ones that equal the target's tokens.
 
-    Column 0 is the pending token. `targets [B, 1 + k]` are the target's tokens behind each column; a row commits the
-    first of them, as many as it accepts, and one.
+    tokens   [B, 1 + k]: the pending token, then the drafts
+    valid    [B, 1 + k]: False where a chain is padded
+    targets  [B, 1 + k]: the token that the target samples behind each column; `accepted + 1` of them are committed
     """
     accepted = valid[:, 1:] & (tokens[:, 1:] == targets[:, :-1])
     return accepted.cumprod(1).sum(1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import embedded_oracle as oracle
 import numpy as np
-import retile_rank
 import torch
 
 from megatron_rlspec.extensions.migration.embedded import member as member_module
@@ -24,7 +23,6 @@ from megatron_rlspec.types import OFF, Sample, Sampling, SpecConfig
 
 MODEL: dict[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 32, "drafter": "close", "sharpness": 2.0}
 PROMPTS = [[7, 3, 9, 4, 4, 21], [5], [11, 2], [30, 1, 1, 8, 19, 25, 6, 13, 14, 2, 9]]
-WORDS = torch.arange(48)[torch.arange(48) % 6 != 0]  # of the EAGLE-3 drafter
 LONG = Sampling(max_new_tokens=60, ignore_eos=True)
 SWITCHING = oracle.Switching(SpecConfig(3), OFF, SpecConfig(2), SpecConfig(1))
 
@@ -44,40 +42,14 @@ class Script:
         return self.sizes.pop(0) if self.sizes else tp
 
 
-def model(kind: str) -> tuple[Any, Any]:
-    return oracle.tiny(**MODEL) if kind == "mtp" else eagle3()
-
-
-def eagle3() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Make a target that is nearly a bigram model, and an EAGLE-3 drafter whose attention passes the newest embedding.
-
-    Embeddings lie in the dimensions that the key heads hold. Their parts have one length, so that each column scores
-    itself highest. Noise lets drafts depend on the hidden states and on all columns.
-    """
-    config, tensors = retile_rank.of_kind("eagle3", WORDS, 0.05, drafter="close", sharpness=2.0)
-    heads, width = MODEL["kv_heads"], MODEL["hidden"] // MODEL["heads"]
-    embedding = tensors["model.embed_tokens.weight"]
-    embedding[:, heads * width :] = 0
-    parts = embedding[:, : heads * width].unflatten(1, (heads, width))
-    parts *= 2 / parts.norm(dim=-1, keepdim=True)
-    to_keys = torch.eye(heads * width, MODEL["hidden"], dtype=torch.float64)
-    to_queries = to_keys.unflatten(0, (heads, width)).repeat_interleave(MODEL["heads"] // heads, 0).flatten(0, 1)
-    for name, matrix in {"q": 2 * to_queries, "k": 2 * to_keys, "v": to_keys}.items():
-        tensors[f"eagle3.midlayer.self_attn.{name}_proj.weight"][:, : MODEL["hidden"]] += matrix
-    tensors["eagle3.midlayer.self_attn.o_proj.weight"] += 3 * to_queries.T
-    tensors["eagle3.lm_head.weight"] = tensors["lm_head.weight"][WORDS].clone()
-    return config, tensors
-
-
-def engine(slots: int = 4096, kind: str = "mtp", phases: bool = False) -> Any:
+def engine(slots: int = 4096, phases: bool = False) -> Any:
     """Make the engine of one rank. `phases`: a sample drafts 3 steps where its length is in every other 8 tokens.
 
     Then the drafts of a sample depend on its own tokens alone, and not on the batch.
     """
     spec = SpecConfig(3) if phases else SWITCHING
     sizes: dict[str, Any] = {"max_length": 96, "max_total_tokens": slots}
-    words = WORDS if kind == "eagle3" else None
-    made = oracle.engine_of(*model(kind), spec, MigratableEmbeddedEngine, version=1, draft_words=words, **sizes)
+    made = oracle.engine_of(*oracle.tiny(**MODEL), spec, MigratableEmbeddedEngine, version=1, **sizes)
     if phases:
         made.rounds.can_draft = lambda row: made.cache.length[row] > 1 and made.cache.length[row] // 8 % 2 == 0
     return made
@@ -110,7 +82,7 @@ def drawn_in_two_calls(fleet: Fleet, script: Script) -> list[Sample]:
         return first.result() + last
 
 
-def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, speculation: str) -> dict[str, Any]:
+def scenario(meeting: str, scripts: list[list[int]], slots: int, speculation: str) -> dict[str, Any]:
     """Draw one rollout per script, with a push in the middle. Every rank says what it saw.
 
     speculation  "switching", by a "rule" or in "phases" of each sample
@@ -122,7 +94,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
     for tp in (2, size):
         groups.of(tp)
     script = Script([])
-    member = Member(engine(slots, kind, speculation == "phases"), ranks, None, script, groups)
+    member = Member(engine(slots, speculation == "phases"), ranks, None, script, groups)
     for sizes in scripts:
         script.sizes = [*script.sizes, *sizes, 0][:-1]
     if rank:
@@ -144,8 +116,8 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, kind: str, spec
         assert all(c["samples"] <= len(samples) for c in sizes)
         assert all(set(c) == {"began", "from", "to", "samples", "ms"} for c in sizes)
         found["changes"] += [(c["from"], c["to"]) for c in sizes]
-        fleet.update_weights(number + 2, model(kind)[1].items())
-    found["same"] = fleet.fingerprints() == engine(kind=kind).fingerprints()
+        fleet.update_weights(number + 2, oracle.tiny(**MODEL)[1].items())
+    found["same"] = fleet.fingerprints() == engine().fingerprints()
     found["held"] = script.held
     fleet.close()
     oracle.audit(member.engine.cache)

@@ -24,21 +24,19 @@ PATH = (1, 2, 4, 1, 4, 2, 1)  # tensor-parallel sizes, one after the other
 WORDS = torch.tensor([1, 2, 3, 5, 8, 13, 40, 47])
 
 
-def of_kind(
-    kind: str, words: torch.Tensor = WORDS, noise: float = 0.3, **options: Any
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def of_kind(kind: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return config.json and tensors of a model with an MTP layer, or with an EAGLE-3 drafter beside it."""
-    config, tensors = oracle.tiny(vocab=48, heads=8, kv_heads=4, hidden=32, tied=kind == "tied", seed=9, **options)
+    config, tensors = oracle.tiny(vocab=48, heads=8, kv_heads=4, hidden=32, tied=kind == "tied", seed=9)
     if kind != "eagle3":
         return config, tensors
-    own = config | {"intermediate_size": 40, "draft_vocab_size": len(words), "num_hidden_layers": 1}
+    own = config | {"intermediate_size": 40, "draft_vocab_size": len(WORDS), "num_hidden_layers": 1}
     own |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "attention_bias": False}
     own |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0]}}
     config |= {"num_nextn_predict_layers": 0, "eagle3": own}
     model = Decoder(Architecture.from_hf(config), torch.float64, "cpu", Solo(), 8)
     generator = torch.Generator().manual_seed(5)
     for name in sorted(model.tensors.keys() - tensors.keys()):  # one order in all processes
-        drawn = torch.randn(model.full_shape(name), generator=generator, dtype=torch.float64) * noise
+        drawn = torch.randn(model.full_shape(name), generator=generator, dtype=torch.float64) * 0.3
         tensors[name] = drawn + 1 if drawn.ndim == 1 else drawn
     return config, {name: tensors[name] for name in model.tensors}
 

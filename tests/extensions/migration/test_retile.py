@@ -25,17 +25,17 @@ def test_peak_memory_grows_by_few_layers(tmp_path):
     assert max(map(max, found)) <= 3.5, found
 
 
-def run(tmp_path, scripts, *, slots=4096, kind="mtp", speculation="switching"):
+def run(tmp_path, scripts, *, slots=4096, speculation="switching"):
     """Returns what rank 0 saw, after checking that all ranks changed alike."""
     meeting = str(tmp_path / "meeting")
-    found, *others = on_ranks(4, regroup_rank.scenario, meeting, scripts, slots, kind, speculation)
+    found, *others = on_ranks(4, regroup_rank.scenario, meeting, scripts, slots, speculation)
     assert all(other["held"] == found["held"] for other in others), "every rank decides on the same loads"
     return found
 
 
-def without_changes(kind="mtp", phases=False):
+def without_changes(phases=False):
     requests = oracle.requests(regroup_rank.PROMPTS, group=3)
-    return regroup_rank.engine(kind=kind, phases=phases).generate(requests, regroup_rank.LONG)
+    return regroup_rank.engine(phases=phases).generate(requests, regroup_rank.LONG)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,11 @@ def undisturbed():
 
 @pytest.mark.slow
 @pytest.mark.lossless
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
-def test_texts_rounds_and_accepted_drafts_are_those_without_changes(tmp_path, kind):
+def test_texts_rounds_and_accepted_drafts_are_those_without_changes(tmp_path):
     """Also where the drafter has tokens to catch up with. Only the order of sums differs, in float64."""
-    whole = without_changes(kind, phases=True)
+    whole = without_changes(phases=True)
     script = [2, 4, 1, 4, 2, 1, 2, 2, 4]
-    found = run(tmp_path, [script], kind=kind, speculation="phases")
+    found = run(tmp_path, [script], speculation="phases")
     assert found["texts"] == [[s.tokens.tolist() for s in whole]]
     assert found["accepted"] == [regroup_rank.accepted(whole)]
     for logprobs in found["logprobs"]:

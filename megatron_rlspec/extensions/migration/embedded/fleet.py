@@ -1,7 +1,7 @@
 """The embedded engines of all ranks of a training job, as one `RolloutEngine` on rank 0.
 
-Rank 0 orders, the other ranks follow in a thread of their own, over a gloo group of their own (`Follower`). So their
-main threads may train meanwhile, and take part in the export of a push.
+Rank 0 sends orders. On every other rank a thread carries them out (`Follower`), with a gloo group of its own. So the
+main threads can train meanwhile, or take part in the export of a push.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from megatron_rlspec.push.bucket import Bucket, buckets
 from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig
 
-LOST = "gloo/"  # in the errors of collective calls after another rank has ended
-GRACE = 1.0  # seconds
+LOST = "gloo/"  # the errors of collective calls have this if another rank has ended
+GRACE = 1.0  # seconds for the main thread to report that a rank was lost
 MESSAGE = 64 << 20  # bytes of weights in one message
-DIFFERS = -1  # is no tensor's fingerprint
+DIFFERS = -1  # no tensor has this fingerprint
 
 
 class Fleet:
-    """See `RolloutEngine`. A call that changes engines waits for the end of a tick.
+    """See `RolloutEngine`.
 
-    every  rounds of a tick, after which samples are returned, new requests begin, and samples move
+    The ranks generate in ticks of `every` rounds. Between two ticks samples are returned, new requests begin, and
+    samples move. A call that changes the engines waits for the end of a tick.
     """
 
     bucket_memory = None
@@ -44,10 +45,10 @@ class Fleet:
         self._lock = threading.Lock()  # of the ranks' messages
         self._steady = threading.Condition(self._lock)
         self._updating = False
-        self._known = threading.RLock()  # of what follows
+        self._known = threading.RLock()  # of the attributes up to `_sizes`
         self._new: Requests = []
         self._open: dict[str, tuple[Request, Sampling]] = {}
-        self._dealt: set[str] = set()  # of those, ids that ranks have
+        self._dealt: set[str] = set()  # ids of open requests that the ranks have
         self._aborted: set[str] = set()
         self._dropped: set[str] = set()
         self._done: dict[str, Sample] = {}
@@ -55,8 +56,8 @@ class Fleet:
         self._moves: list[dict[str, Any]] = []
         self._sizes: list[dict[str, Any]] = []
         self._closed = False
-        self._astray = False  # an order has not been carried out to its end
-        self._lost = ""  # why ranks cannot be told anything any more
+        self._astray = False  # the ranks may be in the middle of an order
+        self._lost = ""  # why the ranks can no longer be reached
 
     # -- generating ---------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,13 @@ Requests = list[tuple[Request, Sampling]]
 
 
 class Tick(NamedTuple):
-    """Some rounds on all ranks. new: requests of each rank; cap: tokens of a response; aborted, dropped: ids."""
+    """An order to run some rounds on all ranks.
+
+    new      the requests that begin, for each rank
+    aborted  ids of samples that end now
+    dropped  ids of samples that no caller waits for
+    cap      the most tokens of a response
+    """
 
     new: list[Requests]
     aborted: list[str]
@@ -40,7 +46,13 @@ class Tick(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank tells all others after a tick. open: its requests; done: its samples that have ended."""
+    """What a rank tells all others after a tick.
+
+    open   how many requests it has
+    done   how many of its samples ended in the tick
+    moved  moves in which it was the target
+    error  why its engine failed; "" if it did not
+    """
 
     load: Load
     open: int
