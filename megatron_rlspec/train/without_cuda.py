@@ -34,10 +34,8 @@ def install() -> None:
     _installed = True
     torch.cuda.current_device = lambda: _CPU  # `device=torch.cuda.current_device()`, everywhere
     torch.cuda.synchronize = torch.cpu.synchronize  # point-to-point communication of pipelines
-    # There is one stream, so nothing runs aside, such as copies of experts' token counts.
-    stream = _Stream()
-    torch.cuda.Stream = lambda *_, **__: stream
-    torch.cuda.current_stream = lambda *_, **__: stream
+    torch.cuda.Stream = _NoStream  # a class, because annotations of other libraries name it
+    torch.cuda.current_stream = _NoStream  # experts' token counts, copied aside
     torch.cuda.stream = torch.cpu.stream
     # 0.16.1 does not define it without Transformer Engine
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -100,9 +98,23 @@ def _scatter_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> T
     return total.split(shares)[group.rank()]
 
 
-class _Stream(torch.cpu.Stream):
-    def record_event(self) -> Any:
-        return torch.cpu.Event()
+class _NoStream:
+    """A CUDA stream on a CPU: calls have finished when they return, and all streams are equal."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    __hash__ = None
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 def _let_cuda_mean_cpu() -> None:
