@@ -48,11 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command, and exit with its code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help", "--help-all"):
-        print(overview())
-        sys.exit(0 if argv else 2)
+        code = run(lambda: print(overview()))
+        sys.exit(code if argv else 2)
     if argv[0] == "--version":
-        print(__version__)
-        sys.exit(0)
+        sys.exit(run(lambda: print(__version__)))
     if argv[0] not in COMMANDS:
         names = ", ".join(COMMANDS)
         sys.exit(_complain(f"unknown command {argv[0]!r}; expected one of: {names}", 2))
@@ -95,9 +94,12 @@ def overview() -> str:
 def run(act: Callable[[], object]) -> int:
     """Run a command and return its exit code. Prints one line for an error that has an `exit_code`; raises others."""
     try:
-        ended = act()
-        if sys.stdout is not None and not sys.stdout.closed:
-            sys.stdout.flush()
+        try:
+            ended = act()
+        except SystemExit:  # argparse ends so after a help text
+            _flush()
+            raise
+        _flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
         return 1  # the program that read the output, such as `head`, has ended
@@ -116,6 +118,11 @@ def run(act: Callable[[], object]) -> int:
         every_rank = getattr(error, "every_rank", False) or _out_of_memory(error)
         return _complain(_message(error), code, every_rank)
     return ended if isinstance(ended, int) else 0
+
+
+def _flush() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
 
 
 def exit_code(error: Exception) -> int | None:

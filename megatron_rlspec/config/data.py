@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from typing import Annotated, Any
 
@@ -27,6 +28,10 @@ class DataConfig(Section):
         "a data set on the Hub, NAME?split=train&OPTION=VALUE; csv?data_files=FILE reads a CSV file by `datasets`",
     )
     eval_path: Files = Field("", description="held-out prompts, as for path; empty: no evaluation")
+    eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(
+        (),
+        description="further held-out prompts, each NAME=PATH: evaluations report them by name, one after the other",
+    )
     prompt_key: Name = Field(
         "prompt",
         description="column of the prompt: text, or chat messages; a dot leads into an object",
@@ -57,8 +62,23 @@ class DataConfig(Section):
         True, description="draw prompts in a new random order every epoch, seeded by train.seed"
     )
 
+    @property
+    def evaluated(self) -> dict[str, str]:
+        """Return the paths of held-out prompts by the name of their set; "" is that of `eval_path`."""
+        further = dict(named.split("=", 1) for named in self.eval_sets)
+        return {"": self.eval_path, **further} if self.eval_path else {}
+
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
+        for named in self.eval_sets:
+            if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}=.+", named, re.ASCII):
+                raise ValueError(
+                    f"eval_sets={named}: expected NAME=PATH, a name of letters, digits, '_', '-' and '.'"
+                )
+        if len({named.partition("=")[0] for named in self.eval_sets}) < len(self.eval_sets):
+            raise ValueError(
+                f"eval_sets={','.join(self.eval_sets)}: one name twice; expected each once"
+            )
         if self.system_prompt and not self.apply_chat_template:
             raise ValueError(
                 "system_prompt needs apply_chat_template=true, which writes it into the prompt"

@@ -125,7 +125,7 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     if "train.run_dir" not in changed:
         raise ConfigError("train.run_dir is not set; expected a directory for the replay")
     tree["replay"] = {"run": run}
-    of_the_run = {"record_gib": 0.0, "resume": False}
+    of_the_run = {"record_gib": 0.0, "resume": False, "save_best": False}
     for section, table in (("train", of_the_run), *own.items()):
         held = tree.get(section)
         tree[section] = (

@@ -154,6 +154,8 @@ class Config(Section):
             yield "sft.path is empty; expected a .jsonl or .parquet file to train on; `rlspec answer` writes one"
         if command != "sft" and not self.data.path:
             yield "data.path is empty; expected a .jsonl or .parquet file to train on"
+        if command != "train" and self.train.save_best:
+            yield "train.save_best=true keeps the best policy of `rlspec train`; expected false"
         evaluates = self.train.eval_every not in (0, TrainConfig().eval_every)
         if command == "train" and evaluates and not self.data.eval_path:
             yield f"train.eval_every={self.train.eval_every}, but data.eval_path is empty; expected a file, or 0"

@@ -102,6 +102,10 @@ class TrainConfig(Section):
         0,
         description="steps between models of policy and drafter in run_dir/hf-step-N, which all stay; 0: only hf/",
     )
+    save_best: Annotated[bool, Needs("data.eval_path")] = Field(
+        False,
+        description="keep the policy of the highest reward on data.eval_path, and its drafter, in run_dir/hf-best",
+    )
     resume: bool = Field(False, description="continue from the newest checkpoint in run_dir")
     eval_every: Count = Field(
         20,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,18 +33,26 @@ class Evaluation:
     push: Callable[[], None]
     accept_lengths: list[float]
 
-    def evaluate(self, name: str, done: int) -> None:
-        """Generate and score responses to held-out prompts, if there are any, and write an event. Collective.
+    def evaluate(self, name: str, done: int) -> float:
+        """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
 
         done  steps of the run so far
+
+        Returns the reward on data.eval_path on rank 0; NaN on other ranks, and without one. Collective.
         """
+        reward = math.nan
 
         def answer(rollouts: Rollouts) -> None:
-            self.records.evaluated(done, rollouts.generation.evaluate(name, done))
+            nonlocal reward
+            results = rollouts.generation.evaluate(name, done)
+            reward = results.get("", {}).get("reward", math.nan)
+            for which, result in results.items():
+                self.records.evaluated(done, which, result)
 
         while not self.rank0.ask(answer):
             # All engines were lost. One has started again, and needs the weights.
             self.push()
+        return reward
 
     def settled(self, done: int, tokens: int, answers: list[Sample]) -> bool:
         """Measure a warm start's drafter after `done` steps. Returns whether its accept length has stopped rising.

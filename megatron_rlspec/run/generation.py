@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ class Generation:
     `_add` in those of engines and reward workers, for which `Drawing` has a lock. `_abort_when_cancelled` has its own.
 
     begun      groups that go on in the next rollout (`rollout.partial`)
-    held_out   prompts of evaluations
+    held_out   prompts of evaluations by the name of their set
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
 
@@ -57,7 +57,7 @@ class Generation:
         engines: Engines,
         scorer: rewards.Scorer,
         recorder: Recorder,
-        held_out: Sequence[Prompt],
+        held_out: Mapping[str, Sequence[Prompt]],
         cancelled: threading.Event,
     ) -> None:
         rollout = config.rollout
@@ -168,16 +168,17 @@ class Generation:
             self._recorder.event("sample", f"{name}: {scored(sample)}")
         self._shown = True
 
-    def evaluate(self, name: str, done: int) -> dict[str, float]:
-        """Generate and score responses to the first held-out prompts, with the same seeds each time.
+    def evaluate(self, name: str, done: int) -> dict[str, dict[str, float]]:
+        """Generate and score responses to the first prompts of every held-out set, with the same seeds each time.
 
-        name, done  of the event: the evaluation's name, and the steps that the policy has had
+        name, done  of the events: the evaluation's name, and the steps that the policy has had
 
-        Returns the figures of the event; {} without held-out prompts.
+        Returns the figures of the events by the name of the set.
         """
-        chosen = self.held_out[: self._train.eval_prompts]
-        if not chosen:
-            return {}
+        return {which: self._evaluate(name, done, which) for which in self.held_out}
+
+    def _evaluate(self, name: str, done: int, which: str) -> dict[str, float]:
+        chosen = self.held_out[which][: self._train.eval_prompts]
         tell(f"evaluating {len(chosen)} prompts", sys.stdout)
         requests = self._requests(f"e-{name}", chosen, self._train.eval_samples, EVALUATION)
         drawing = Drawing(requests, len(chosen), math.inf)
@@ -188,18 +189,22 @@ class Generation:
         self._engines.rounds()
         if name == "first":
             self._show("the first of the evaluation", samples[0])
-        self._failed_steps.observe_evaluation(f"evaluation {name}", len(samples), failures)
-        self._record_failures(f"evaluation {name}", len(samples), failures)
+        shown = f"{name}, {which}" if which else name
+        self._failed_steps.observe_evaluation(f"evaluation {shown}", len(samples), failures)
+        self._record_failures(f"evaluation {shown}", len(samples), failures)
         passed = best_of(groups)
         result = rollout_metrics(samples) | {"prompts": float(len(groups))}
-        text = f"{name}: reward {result.get('reward', math.nan):.3f}"
+        text = f"{shown}: reward {result.get('reward', math.nan):.3f}"
         for k, value in passed.items():
             result[f"pass_{k}"] = value
             text += f", pass@{k} {value:.3f}"
         text += f" on {len(groups)} held-out prompts"
         if not math.isnan(result["accept_length"]):
             text += f", accept length {result['accept_length']:.2f}"
-        self._recorder.event("evaluation", text, name=name, step=done, **result)
+        fields: dict[str, Any] = {"name": name, "step": done}
+        if which:
+            fields["set"] = which
+        self._recorder.event("evaluation", text, **fields, **result)
         return result
 
     # ---- samples ----------------------------------------------------------------------------------------------------

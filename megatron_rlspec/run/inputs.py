@@ -64,8 +64,8 @@ def _check(config: Config, command: Command) -> None:
     elif command == "sft":
         data.check_demonstrations(config.sft.path, config.data, config.sft.response_key)
     if generates:
-        if config.data.eval_path:
-            data.check_prompts(config.data.eval_path, config.data)
+        for path in config.data.evaluated.values():
+            data.check_prompts(path, config.data)
         # A worker that cannot load the reward raises ConfigError.
         rewards.Scorer(config.reward.model_copy(update={"workers": 1})).close()
 

@@ -51,7 +51,7 @@ class Loaded:
     layout      which GPUs the ranks of this node and the engines have
     vocabulary  counts tokens for the draft vocabulary; None: drafts are chosen from all tokens
     data        prompts, or the demonstrations of a warm start; None for a replay, which has recorded rollouts
-    held_out    prompts of evaluations; None without `data.eval_path`
+    held_out    prompts of evaluations by the name of their set (`DataConfig.evaluated`)
     replay      the recorded run that `rlspec replay` follows
     identity    digests of what a resumed run must share with the run that wrote its checkpoint, by names of options
     """
@@ -63,7 +63,7 @@ class Loaded:
     tokenizer: Any
     vocabulary: DraftVocabulary | None
     data: Prompts | Demonstrations | None
-    held_out: Prompts | None
+    held_out: dict[str, Prompts]
     replay: Replay | None
     identity: dict[str, str]
 
@@ -107,7 +107,7 @@ def load(config: Config, command: Command) -> Loaded:
             print(f"rlspec {command}: {cache_line(config, layout.kv_tokens)}", flush=True)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rows: Prompts | Demonstrations | None = None
-    held_out: Prompts | None = None
+    held_out: dict[str, Prompts] = {}
     reading = Reading(config.data, tokenizer, config.longest_prompt, config.train.seed)
     if command == "sft":
         with_answers = reading._replace(longest=config.model.max_length)
@@ -117,9 +117,10 @@ def load(config: Config, command: Command) -> Loaded:
         rows = Prompts(config.data.path, reading, config.rollout.prompts_per_step)
     if rows is not None:
         check_ids(rows.rows, hf_config["vocab_size"])
-    if generates and config.data.eval_path:
-        held_out = Prompts(config.data.eval_path, reading)
-        check_ids(held_out.rows, hf_config["vocab_size"])
+    if generates:
+        for name, path in config.data.evaluated.items():
+            held_out[name] = Prompts(path, reading)
+            check_ids(held_out[name].rows, hf_config["vocab_size"])
     digests = {"model.path": identity.of_model(config.model.path)}
     if config.drafter.path:
         digests["drafter.path"] = identity.of_model(config.drafter.path)
@@ -189,11 +190,11 @@ def build_rollouts(
     named      the result of `started.engines.wait()`
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
-    held_out: Sequence[Prompt] = ()
-    if loaded.held_out is not None:
-        recorder.event("data", loaded.held_out.summary)
-        held_out = loaded.held_out.rows
-    canary = held_out or (loaded.prompts.rows if loaded.prompts else [])
+    held_out: dict[str, Sequence[Prompt]] = {}
+    for name, prompts in loaded.held_out.items():
+        recorder.event("data", prompts.summary)
+        held_out[name] = prompts.rows
+    canary = held_out.get("") or (loaded.prompts.rows if loaded.prompts else [])
     speculation = RunDraftRule(config, started.learning)
     engines = Engines(
         config,

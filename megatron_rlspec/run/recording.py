@@ -92,10 +92,11 @@ class Records:
         if self.recorder is not None:
             self.recorder.event(kind, message, **fields)
 
-    def evaluated(self, done: int, result: Mapping[str, float]) -> None:
-        """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward`."""
+    def evaluated(self, done: int, which: str, result: Mapping[str, float]) -> None:
+        """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward` or `eval/SET/reward`."""
         if self.recorder is not None:
-            values = {f"eval/{name}": value for name, value in result.items()}
+            prefix = f"eval/{which}/" if which else "eval/"
+            values = {f"{prefix}{name}": value for name, value in result.items()}
             self.about |= values
             self.recorder.to_sinks(done, values)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from itertools import chain
 from pathlib import Path
 
 from megatron_rlspec.config import DrafterConfig
 from megatron_rlspec.conversion.drafter_files import build_drafter
-from megatron_rlspec.files import tell
+from megatron_rlspec.files import read_json, tell
+from megatron_rlspec.host import ranks
 from megatron_rlspec.models.config import DRAFTER, STATED
-from megatron_rlspec.models.hf_files import build_hf, publish
+from megatron_rlspec.models.hf_files import build_hf, publish, write_json
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.push import Source, exporting
 from megatron_rlspec.run.loading import Loaded
@@ -18,13 +20,37 @@ from megatron_rlspec.run.model_card import card
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.train.step import Trainer
 
+BEST = "hf-best"
+REWARD = "reward.json"  # of the model in hf-best/
 CARD = "README.md"
 
 
-def write_result(loaded: Loaded, trainer: Trainer, records: Records, name: str = "hf") -> None:
+def keep_best(loaded: Loaded, trainer: Trainer, records: Records, reward: float) -> bool:
+    """Write the model to `run_dir/hf-best` if its reward is above that of the model there. Collective.
+
+    reward  of the policy, on rank 0
+
+    Returns whether it is. Raises FileError.
+    """
+    held = Path(trainer.config.train.run_dir) / BEST / REWARD
+    best = read_json(held)["reward"] if held.exists() else -math.inf
+    better: bool = ranks.job().tell(reward > best)
+    if better:
+        write_result(loaded, trainer, records, BEST, reward)
+    return better
+
+
+def write_result(
+    loaded: Loaded,
+    trainer: Trainer,
+    records: Records,
+    name: str = "hf",
+    reward: float | None = None,
+) -> None:
     """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
 
-    Older directories of other names than hf/ are replaced. `records` know what the model card says.
+    Older directories of other names than hf/ are replaced. `records` know what the model card says. The `reward` of
+    this policy lies beside it, if it is given.
     """
     config = trainer.config
     model_path = config.model.path
@@ -42,6 +68,8 @@ def write_result(loaded: Loaded, trainer: Trainer, records: Records, name: str =
     eagle3 = drafter if drafter != result else None
     text = card(model_path, records.about, result, eagle3, has_mtp)
     (built[result] / CARD).write_text(text)
+    if reward is not None:
+        write_json(built[result] / REWARD, {"reward": reward})
     for target, directory in built.items():
         publish(directory, target, replace=name != "hf")
     what = f"{'policy and drafter' if has_mtp else 'the policy'} as a Hugging Face checkpoint"

@@ -46,7 +46,7 @@ from megatron_rlspec.run.loading import (
 )
 from megatron_rlspec.run.rank0 import Rank0
 from megatron_rlspec.run.recording import Records
-from megatron_rlspec.run.result import write_result
+from megatron_rlspec.run.result import keep_best, write_result
 from megatron_rlspec.run.rollouts import Rollouts, StartingRollouts
 from megatron_rlspec.run.state_file import Drawn, State
 from megatron_rlspec.run.trajectory import TrajectoryRecording
@@ -343,8 +343,13 @@ class Session:
         return every > 0 and self.done % every == 0
 
     def evaluate(self, name: str) -> None:
-        """Evaluate on held-out prompts, if there are any."""
-        self.evaluation.evaluate(name, self.done)
+        """Evaluate on held-out prompts, if there are any. With `train.save_best` keep the best model so far."""
+        reward = self.evaluation.evaluate(name, self.done)
+        if not self.config.train.save_best or self.done == 0:
+            return
+        if keep_best(self.loaded, self.trainer, self.records, reward):
+            message = f"{name}: reward {reward:.3f} is the highest so far; kept in hf-best"
+            self.records.event("best", message)
 
     def good_enough(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank.

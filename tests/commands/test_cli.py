@@ -1,5 +1,6 @@
 """`rlspec` itself: help texts, the doctor, and what ends a command. A user's mistakes: `tests/malformed/`."""
 
+import os
 import subprocess
 import sys
 
@@ -36,6 +37,16 @@ def test_a_command_line_ends_in_one_line_and_2(tmp_path):
     ended = forked.run_module("megatron_rlspec.cli", ["serve", "--model", "no"], folder=tmp_path)
     assert ended.returncode == 2 and ended.stderr.startswith("rlspec: --model no: no config.json"), ended.stderr
     assert ended.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]], ids=" ".join)
+def test_a_reader_that_ended_gets_no_traceback(words):
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head -1` after its line
+    command = [sys.executable, "-m", "megatron_rlspec.cli", *words]
+    with os.fdopen(writing) as output:
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def unloadable() -> None:

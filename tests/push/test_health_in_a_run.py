@@ -30,7 +30,7 @@ CHAIN = SpecConfig(3)
 
 def start(config, hf_config, run_dir, resumed=None):
     config = config.model_copy(update={"train": config.train.model_copy(update={"run_dir": str(run_dir)})})
-    loaded = SimpleNamespace(hf_config=hf_config, tokenizer=None, layout=GpuLayout(), held_out=None)
+    loaded = SimpleNamespace(hf_config=hf_config, tokenizer=None, layout=GpuLayout(), held_out={})
     loaded.prompts = SimpleNamespace(rows=PROMPTS)
     starting = start_rollouts(config, loaded, Extensions())
     rollouts = build_rollouts(config, loaded, starting, starting.engines.wait(), Recorder(run_dir))

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,6 +12,7 @@ from short_run import run
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.models.headers import read_object
 from megatron_rlspec.models.hf_files import read_hf
+from megatron_rlspec.records.recorder import read_records
 
 OPTIONS = {"rollout__engine": "embedded", "spec__mode": "fixed", "train__eval_prompts": 1}
 
@@ -40,6 +42,23 @@ def test_a_killed_run_becomes_a_model_that_transformers_loads(ended, start, tmp_
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
     left = {file.name for file in (start / "model").iterdir() if "safetensors" not in file.name}
     assert left <= {file.name for file in (tmp_path / "both").iterdir()}
+
+
+@pytest.mark.slow
+def test_the_model_of_the_best_evaluation_is_kept(start, tmp_path):
+    options = OPTIONS | {"train__eval_prompts": 4, "train__eval_every": 1}
+    options |= {"train__export_every": 1, "train__save_best": "true", "optimizer__lr": 3e-2}
+    run(start, tmp_path / "run", ranks=2, **options, train__steps=3)
+    shutil.rmtree(tmp_path / "run/hf")  # as if the run had been interrupted here
+    run(start, tmp_path / "run", ranks=2, **options, train__steps=4, train__resume="true")
+    events = read_records(tmp_path / "run/events.jsonl")
+    found = [e for e in events if e["kind"] == "evaluation" and e["name"] != "first"]
+    names, rewards = [e["name"] for e in found], [e["reward"] for e in found]
+    assert names == ["step-000001", "step-000002", "last", "step-000003", "last"]  # a resumed run evaluates its start
+    told = [e["message"].split(":")[0] for e in events if e["kind"] == "best"]
+    assert told == [name for i, name in enumerate(names) if all(rewards[i] > before for before in rewards[:i])]
+    assert len(set(rewards)) > 1
+    assert same(tmp_path / "run/hf-best", tmp_path / f"run/hf-step-{found[np.argmax(rewards)]['step']:06d}")
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ class Run:
         if order is not None:
             self.prompts.order.restore(order)
         loaded = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, layout=GpuLayout(), prompts=self.prompts)
-        loaded.held_out = None
+        loaded.held_out = {}
         starting = start_rollouts(config, loaded, Extensions())
         starting.scorer._judge = lambda sample: {"reward": len(sample.response) % 3 / 2}
         engines = starting.engines.wait()

@@ -156,7 +156,7 @@ def evaluations(events: Records, field: str) -> list[Mark]:
 
     A resumed run can repeat an evaluation. The newest one counts.
     """
-    marks: dict[float, Mark] = {}
+    marks: dict[tuple[str, float], Mark] = {}
     for event in events:
         if event["kind"] != "evaluation" or field not in event:
             continue
@@ -165,7 +165,7 @@ def evaluations(events: Records, field: str) -> list[Mark]:
         if field == "reward":
             error = 1.96 * event["reward_std"] / math.sqrt(event["samples"])
         mark = Mark(event["step"], value, value - error, value + error)
-        marks[mark.x] = mark
+        marks[event.get("set", ""), mark.x] = mark
     return list(marks.values())
 
 
