@@ -19,4 +19,4 @@ def test_rounds_of_embedded_engines_are_measured_and_read(tmp_path, sizes):
     assert main([str(path), "--model", str(model), "--tp", sizes, *points]) == 0
     found = round_costs.read(path, map(int, sizes.split(",")))
     for costs in found.values():
-        assert costs.configs() == (OFF, SpecConfig(1), SpecConfig(3))
+        assert costs.configs() == (OFF, SpecConfig(1), SpecConfig(3)) and costs.prefill_ms(16) > 0

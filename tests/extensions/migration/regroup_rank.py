@@ -16,6 +16,7 @@ from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbed
 from megatron_rlspec.extensions.migration.embedded.fleet import Fleet, Follower
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.embedded.member import Member
+from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.speculation.roofline import Roofline
@@ -28,18 +29,19 @@ SWITCHING = oracle.Switching(SpecConfig(3), OFF, SpecConfig(2), SpecConfig(1))
 
 
 class Script:
-    """Changes to the next of some sizes at every decision."""
+    """Changes to the next of some sizes at every decision, every fourth one without caches."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
         self.held: list[list[str]] = []
         self.begins = False  # whether the next decision is the first of a rollout
 
-    def decide(self, loads: Any, tp: int, cap: int) -> int:
+    def decide(self, loads: Any, tp: int, cap: int) -> tuple[int, How]:
         assert tp == 1 or not self.begins, "a rollout begins at size 1"
         self.begins = False
         self.held.append(sorted(held.id for load in loads for held in load.running))
-        return self.sizes.pop(0) if self.sizes else tp
+        how: How = "recompute" if len(self.held) % 4 == 3 else "kv"
+        return self.sizes.pop(0) if self.sizes else tp, how
 
 
 def engine(slots: int = 4096, phases: bool = False) -> Any:
@@ -60,12 +62,12 @@ def accepted(samples: list[Sample]) -> list[tuple[Any, ...]]:
     return [(s.accepted, s.accepted_spans, s.draws) for s in samples]
 
 
-def checked(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size: int) -> list[ActiveRequest]:
-    """Change the size. With room for all, samples come with their caches."""
-    drawn = regroup.regroup(engine, ranks, groups, size)
+def checked(engine: MigratableEmbeddedEngine, ranks: Ranks, groups: Groups, size: int, how: How) -> list[ActiveRequest]:
+    """Change the size. With room for all, samples come with their caches, or wait to be computed anew."""
+    drawn = regroup.regroup(engine, ranks, groups, size, how)
     assert [run.request.id for run in drawn] == sorted(run.request.id for run in drawn)
     if engine.cache.total >= 4096:
-        assert not engine.waiting
+        assert not (engine.waiting if how == "kv" else engine.running), how
     return drawn
 
 
@@ -105,7 +107,7 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, speculation: st
     if speculation == "rule":
         rule = {"candidates": ["off", 1, 3], "roofline": Roofline.of_layers(2).to_json()}
         fleet.set_spec_rule(rule)
-    found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": [], "changes": []}
+    found: dict[str, Any] = {"texts": [], "logprobs": [], "accepted": [], "changes": [], "ways": set()}
     for number in range(len(scripts)):
         samples = drawn_in_two_calls(fleet, script)
         found["texts"].append([s.tokens.tolist() for s in samples])
@@ -114,8 +116,9 @@ def scenario(meeting: str, scripts: list[list[int]], slots: int, speculation: st
         assert all(s.policy_versions == ((number + 1, 0, 60),) for s in samples)
         sizes = fleet.record()["sizes"]
         assert all(c["samples"] <= len(samples) for c in sizes)
-        assert all(set(c) == {"began", "from", "to", "samples", "ms"} for c in sizes)
+        assert all(set(c) == {"began", "from", "to", "samples", "how", "ms"} for c in sizes)
         found["changes"] += [(c["from"], c["to"]) for c in sizes]
+        found["ways"] |= {c["how"] for c in sizes}
         fleet.update_weights(number + 2, oracle.tiny(**MODEL)[1].items())
     found["same"] = fleet.fingerprints() == engine().fingerprints()
     found["held"] = script.held

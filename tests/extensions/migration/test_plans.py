@@ -128,7 +128,8 @@ def test_other_versions_full_caches_and_queues_get_nothing(change):
 ANCHORS = {2: {1: 15.37, 32: 24.41}, 4: {1: 11.0, 64: 20.0}, 8: {1: 9.64, 128: 30.87}}
 
 
-def measured(sizes=(2, 8), per_token=0.0) -> dict[int, RoundCosts]:
+def measured(sizes=(2, 8), per_token=0.0, prefill=True) -> dict[int, RoundCosts]:
+    fills = [(n, n * 0.17) for n in (1024, 65536)] if prefill else []
     found = {}
     for tp in sizes:
         line = ANCHORS[tp]
@@ -136,7 +137,7 @@ def measured(sizes=(2, 8), per_token=0.0) -> dict[int, RoundCosts]:
         for batch in (1, 2, 4, 8, 16, 32, 64, 128):
             ms = float(np.interp(batch, list(line), list(line.values())))
             rounds += [(batch, batch * n, 0, ms + batch * n * per_token) for n in (512, 16384)]
-        found[tp] = RoundCosts(rounds)
+        found[tp] = RoundCosts(rounds, fills)
     return found
 
 
@@ -176,7 +177,7 @@ def samples_of(situation) -> list[RunningSample]:
     ids=["few", "many", "few, of three", "some, of three", "many at a large size", "almost done", "waiting"],
 )
 def test_the_size_at_which_the_last_sample_ends_first(situation, tp, sizes, chosen):
-    assert sizes_planner(sizes=sizes).decide(situation, tp, 16384) == chosen
+    assert sizes_planner(sizes=sizes).decide(situation, tp, 16384)[0] == chosen
 
 
 def test_the_end_is_that_of_growing_contexts_on_engines_with_equal_shares():
@@ -188,9 +189,18 @@ def test_the_end_is_that_of_growing_contexts_on_engines_with_equal_shares():
     assert sizes_planner().finish_ms(gathered, 2, 16384) == sizes_planner().finish_ms(dealt, 2, 16384)
 
 
-def test_a_change_costs_what_its_fullest_engine_sends():
-    cost = sizes_planner().cost_ms(loads([6000], [2000], [6000, 4000], []), 2)
-    assert cost == pytest.approx(3160 + (6100 + 4100) * 0.025 / 2)
+def test_the_cheaper_way_brings_the_samples_over():
+    """By PAT's eq. 1 to 4: the fullest engine sends, or prefills a batch of its samples' root mean square."""
+    unequal = loads([6000], [2000], [6000, 4000], [])
+    sent = 3160 + (6100 + 4100) * 0.025 / 2
+    assert sizes_planner().cost(unequal, 2, 8) == (pytest.approx(sent), "kv")
+    assert sizes_planner(token_ms=10, prefill=False).cost(unequal, 2, 8) == (pytest.approx(3160 + 10200 * 5), "kv")
+    slow = sizes_planner(token_ms=10)
+    mean_square = (2 * 6100**2 + 2100**2 + 4100**2) / 4
+    assert slow.cost(unequal, 2, 8) == (pytest.approx(3160 + 4 * mean_square**0.5 * 0.17), "recompute")
+    assert slow.cost(unequal, 8, 2) == (pytest.approx(3160 + 6100 * 0.17), "recompute")
+    assert slow.decide(loads(*[[6000]] * 4), 2, 30000) == (8, "recompute")
+    assert sizes_planner().decide(loads(*[[6000]] * 4), 2, 30000) == (8, "kv")
 
 
 @settings(max_examples=25)
@@ -198,10 +208,10 @@ def test_a_change_costs_what_its_fullest_engine_sends():
 def test_a_change_is_not_followed_by_its_reverse(groups, change_ms):
     plan = sizes_planner(change_ms)
     situation = loads(*groups)
-    chosen = plan.decide(situation, 2, 16384)
+    chosen, _ = plan.decide(situation, 2, 16384)
     if chosen != 2:
         there = [Load("e", tuple(group), 0, 0, 1) for group in deal(samples_of(situation), 8 // chosen)]
-        assert plan.decide(there, chosen, 16384) == chosen
+        assert plan.decide(there, chosen, 16384)[0] == chosen
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 5))
@@ -242,7 +252,7 @@ def test_durations_are_linear_between_the_measured_ones_and_beyond():
         ('{"rounds": [[1, 4, 400, true, 2.5]]}', r"rounds\[0\] is "),
         ('{"rounds": [[1, 4, 400, 0, NaN]]}', "NaN"),
         ('{"rounds": [[1, 4, 400, 0, 2.5]]}', "no round at tensor-parallel size 2; it holds 1"),
-        ('{"rounds": 3}', r"rounds: expected a list of \[tp, requests"),
+        ('{"rounds": [], "prefill": 3}', r"prefill: expected a list of \[tp, tokens, ms\]"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(tmp_path, data, message):

@@ -20,7 +20,7 @@ from megatron_rlspec.extensions.migration.embedded.move import (
 )
 from megatron_rlspec.extensions.migration.embedded.regroup import regroup
 from megatron_rlspec.extensions.migration.plans.rebalance import Rebalancer
-from megatron_rlspec.extensions.migration.plans.record import Move, MoveRecord
+from megatron_rlspec.extensions.migration.plans.record import How, Move, MoveRecord
 from megatron_rlspec.extensions.migration.plans.tp_planner import TPPlanner
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
@@ -125,16 +125,17 @@ class Member:
             return
         now = self.engine.model.comm.size
         wanted = 1
+        how: How = "kv"
         open_requests = sum(report.open for report in self.reports[::now])
         if open_requests:
             loads = self._loads(order)[::now]  # one of each engine
-            wanted = self.sizes.decide(loads, now, order.cap)
+            wanted, how = self.sizes.decide(loads, now, order.cap)
         if wanted == now:
             return
         began = time.perf_counter()
-        self.runs = regroup(self.engine, self.ranks, self.groups, wanted)
+        self.runs = regroup(self.engine, self.ranks, self.groups, wanted, how)
         ms = (time.perf_counter() - began) * 1e3
-        record = {"from": now, "to": wanted, "samples": open_requests, "ms": ms}
+        record = {"from": now, "to": wanted, "samples": open_requests, "how": how, "ms": ms}
         self.changes.append(record)
 
     def _loads(self, order: Tick) -> list[Load]:

@@ -13,6 +13,7 @@ from megatron_rlspec.extensions.migration.embedded import retile
 from megatron_rlspec.extensions.migration.embedded.engine import MigratableEmbeddedEngine
 from megatron_rlspec.extensions.migration.embedded.groups import Groups
 from megatron_rlspec.extensions.migration.plans.rebalance import running_sample
+from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.tp_planner import deal
 from megatron_rlspec.host.ranks import Ranks
 from megatron_rlspec.rollout.embedded.requests import ActiveRequest
@@ -40,8 +41,11 @@ def regroup(
     ranks: Ranks,
     groups: Groups,
     size: int,
+    how: How,
 ) -> list[ActiveRequest]:
     """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
+
+    how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
 
     Returns the requests that this rank's engine draws from now on.
     """
@@ -60,7 +64,7 @@ def regroup(
     here = []
     for each in moving:
         id = each.request.id
-        if each.row is not None:
+        if each.row is not None and how == "kv":
             rows.append(each.row._replace(target=target[id]))
         if target[id] == switch.new_group:
             here.append((each.request, each.sampling))

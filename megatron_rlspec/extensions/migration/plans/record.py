@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+How = Literal["kv", "recompute"]
+
 
 @dataclass(frozen=True)
 class Move:
@@ -28,7 +30,7 @@ class MoveRecord:
     source: str
     target: str
     ids: list[str]
-    how: Literal["kv", "recompute"]
+    how: How
     tokens: int
     bytes: int = 0
     ms: float = 0.0

@@ -1,12 +1,13 @@
 """Measured durations of decode rounds at several tensor-parallel sizes, which `benchmarks/round_costs.py` writes.
 
-The file is JSON. `rounds` is a list of [tensor-parallel size, requests, context tokens of all requests, drafts, ms].
-Other fields say where it was measured, and are not read.
+The file is JSON. `rounds` is a list of [tensor-parallel size, requests, context tokens of all requests, drafts, ms],
+and `prefill` a list of [tensor-parallel size, tokens, ms]. Other fields say where it was measured, and are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from megatron_rlspec import files
 from megatron_rlspec.types import SpecConfig
 
 # columns, and the least number in each
-COLUMNS = {"tp": 1, "requests": 1, "context tokens": 1, "drafts": 0, "ms": 1e-9}
+ROUND = {"tp": 1, "requests": 1, "context tokens": 1, "drafts": 0, "ms": 1e-9}
+PREFILL = {"tp": 1, "tokens": 1, "ms": 1e-9}
 MOST = 1e12
 
 
@@ -26,19 +28,23 @@ class RoundCostError(ValueError):
 
 
 class RoundCosts:
-    """Durations of rounds at one tensor-parallel size, interpolated linearly between those that were measured.
+    """Durations at one tensor-parallel size, interpolated linearly between those that were measured.
 
     Beyond the largest measured number of requests or tokens, the last slope goes on.
 
-    rounds  measured: [requests, context tokens of all requests, drafts, ms] each
+    rounds   measured: [requests, context tokens of all requests, drafts, ms] each
+    prefill  measured: [tokens, ms] each
     """
 
-    def __init__(self, rounds: Iterable[Sequence[float]]) -> None:
+    def __init__(
+        self, rounds: Iterable[Sequence[float]], prefill: Iterable[tuple[float, float]] = ()
+    ) -> None:
         # ms by drafts, requests, and context tokens of one request
         self._ms: dict[int, dict[float, dict[float, float]]] = {}
         for requests, context, drafts, ms in rounds:
             of_requests = self._ms.setdefault(int(drafts), {})
             of_requests.setdefault(requests, {})[context / requests] = ms
+        self._prefill = dict(prefill)
 
     def configs(self) -> tuple[SpecConfig, ...]:
         """Return the configurations measured, OFF first."""
@@ -58,6 +64,10 @@ class RoundCosts:
             there = dict(zip(of_requests, column, strict=True))
             ms.append(float(_line(there, requests)))
         return ms
+
+    def prefill_ms(self, tokens: float) -> float:
+        """Return ms to compute the caches of so many tokens; infinite if no prefill was measured."""
+        return float(_line(self._prefill, tokens)) if self._prefill else math.inf
 
 
 def _line(points: dict[float, float], x: float | np.ndarray) -> np.ndarray:
@@ -80,14 +90,9 @@ def read(path: str | Path, sizes: Iterable[int]) -> dict[int, RoundCosts]:
     if not isinstance(data, dict) or "rounds" not in data:
         raise RoundCostError(f"{path}: no `rounds`; expected a file of benchmarks/round_costs.py")
     rounds = data["rounds"]
-    expected = ", ".join(COLUMNS)
-    if not isinstance(rounds, list):
-        raise RoundCostError(f"{path}: rounds: expected a list of [{expected}]")
-    for number, row in enumerate(rounds):
-        whole = isinstance(row, list) and len(row) == len(COLUMNS)
-        if not whole or not all(map(_fits, row, COLUMNS.values())):
-            shown = " ".join(repr(row).split())[:60]
-            raise RoundCostError(f"{path}: rounds[{number}] is {shown}; expected [{expected}]")
+    prefill = data.get("prefill", [])
+    _check(f"{path}: rounds", rounds, ROUND)
+    _check(f"{path}: prefill", prefill, PREFILL)
     costs = {}
     for tp in sizes:
         of_size = [row[1:] for row in rounds if row[0] == tp]
@@ -96,8 +101,20 @@ def read(path: str | Path, sizes: Iterable[int]) -> dict[int, RoundCosts]:
             raise RoundCostError(
                 f"{path}: no round at tensor-parallel size {tp}; it holds {measured or 'none'}"
             )
-        costs[tp] = RoundCosts(of_size)
+        costs[tp] = RoundCosts(of_size, [row[1:] for row in prefill if row[0] == tp])
     return costs
+
+
+def _check(name: str, rows: object, columns: Mapping[str, float]) -> None:
+    """Raise RoundCostError for rows of other columns, or values below the least of their column."""
+    expected = ", ".join(columns)
+    if not isinstance(rows, list):
+        raise RoundCostError(f"{name}: expected a list of [{expected}]")
+    for number, row in enumerate(rows):
+        whole = isinstance(row, list) and len(row) == len(columns)
+        if not whole or not all(map(_fits, row, columns.values())):
+            shown = " ".join(repr(row).split())[:60]
+            raise RoundCostError(f"{name}[{number}] is {shown}; expected [{expected}]")
 
 
 def _fits(value: object, least: float) -> bool:

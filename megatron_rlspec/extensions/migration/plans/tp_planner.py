@@ -5,11 +5,13 @@ With few samples left, a larger size makes each of them faster; with many, its c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from megatron_rlspec.extensions.migration.plans.pace import Pace
+from megatron_rlspec.extensions.migration.plans.record import How
 from megatron_rlspec.extensions.migration.plans.round_costs import RoundCostError, RoundCosts
 from megatron_rlspec.types import Load, RunningSample, SpecConfig
 
@@ -19,7 +21,7 @@ GAIN = 0.05  # least share of the remaining time that a change must save beyond 
 class TPPlanner:
     """Decides on the tensor-parallel size of a fixed number of ranks.
 
-    measured    rounds at each size in question
+    measured    rounds and prefills at each size in question
     candidates  speculative configurations; the fastest one counts in every situation
     rates       acceptance by depth, as in `expected_tokens`
     ranks       that the engines have together; a size t makes ranks / t engines
@@ -50,6 +52,7 @@ class TPPlanner:
                 "ranks; measure them with `python benchmarks/round_costs.py --tp 1,2`"
             )
         self.ranks = ranks
+        self.measured = measured
         self.change_ms = change_ms
         self.token_ms = token_ms
         self.paces: dict[int, Pace] = {}
@@ -61,23 +64,25 @@ class TPPlanner:
                 raise RoundCostError(f"no round of {wanted} was measured at tp={tp}")
             self.paces[tp] = Pace(measured[tp], usable, rates)
 
-    def decide(self, loads: Sequence[Load], tp: int, cap: int) -> int:
+    def decide(self, loads: Sequence[Load], tp: int, cap: int) -> tuple[int, How]:
         """Return the size with which the last sample ends earliest, if a change to it pays; else today's, `tp`.
+
+        The second result says how the caches come to the new engines, as in `cost`.
 
         loads    one per engine of the size `tp`
         cap      the most tokens of a response
         """
         samples = [sample for load in loads for sample in load.running]
         if not samples or any(load.waiting for load in loads):
-            return tp  # with requests waiting it is not the tail
+            return tp, "kv"  # with requests waiting it is not the tail
         stay = self.finish_ms(samples, tp, cap)
-        change = self.cost_ms(loads, tp)
-        times = {}
+        changes = []
         for size in self.sizes:
             if size != tp:
-                times[size] = change + self.finish_ms(samples, size, cap)
-        best = min(times, key=lambda size: times[size])
-        return best if times[best] < stay * (1 - GAIN) else tp
+                cost, how = self.cost(loads, tp, size)
+                changes.append((cost + self.finish_ms(samples, size, cap), size, how))
+        ms, best, how = min(changes)
+        return (best, how) if ms < stay * (1 - GAIN) else (tp, "kv")
 
     def finish_ms(self, samples: Sequence[RunningSample], tp: int, cap: int) -> float:
         """Return the ms until the last of these samples has ended, dealt to engines of the size `tp`."""
@@ -97,10 +102,26 @@ class TPPlanner:
         ms = spans * self.paces[tp].per_token(batch, length)
         return float(ms.sum())
 
-    def cost_ms(self, loads: Sequence[Load], tp: int) -> float:
-        """Return the ms of a change: the ranks of an engine send its caches together, as all engines do at once."""
+    def cost(self, loads: Sequence[Load], tp: int, size: int) -> tuple[float, How]:
+        """Return the ms of a change from `tp` to `size`, and the cheaper way to bring the caches over.
+
+        "kv"         they travel: the ranks of an engine send together, all engines at once (PAT, eq. 1 and 2)
+        "recompute"  the new engines prefill prompts and responses
+        """
         tokens = max(sum(sample.context for sample in load.running) for load in loads)
-        return self.change_ms + tokens * self.token_ms / tp
+        moving = tokens * self.token_ms / tp
+        samples = [sample for load in loads for sample in load.running]
+        groups = deal(samples, self.ranks // size)
+        prefill = max(self._prefill_ms(group, size) for group in groups if group)
+        if prefill < moving:
+            return self.change_ms + prefill, "recompute"
+        return self.change_ms + moving, "kv"
+
+    def _prefill_ms(self, group: Sequence[RunningSample], tp: int) -> float:
+        """Return the prefill of a batch of equal lengths, whose root mean square is the group's (PAT, eq. 3 and 4)."""
+        squares = [sample.context**2 for sample in group]
+        length = math.sqrt(np.mean(squares))
+        return self.measured[tp].prefill_ms(len(group) * length)
 
 
 def deal(samples: Sequence[RunningSample], engines: int) -> list[list[RunningSample]]:
