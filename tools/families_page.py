@@ -37,8 +37,8 @@ Limits of the table:
   Qwen3-0.6B and -1.7B, which store their tied head, are read. A tokenizer.json is read as it is, whatever class
   tokenizer_config.json names; SGLang's routes of text follow Transformers 5, for which DeepSeek-R1-Distill-Llama
   needs `"tokenizer_class": "PreTrainedTokenizerFast"` there. Moonlight's tokenizer is Python code, which
-  `model.trust_remote_code = true` runs. Experts of a layer in one tensor, as Transformers 5 can save them
-  (`save_original_format=False`), are not read.
+  `model.trust_remote_code = true` runs. Experts of a layer in one tensor, as Transformers 5 can save them, are
+  read; SGLang does not read them, and `rlspec convert` to Megatron and back writes each by its name.
 - Qwen3-Next and Qwen3.5 are not converted. megatron-core 0.16.1 has no delta net for packed sequences; 0.19.2 has one,
   which needs CUDA.
 - An EAGLE-3 drafter (`LlamaForCausalLMEagle3`) has a directory of its own, which is not converted

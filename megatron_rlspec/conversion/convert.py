@@ -300,7 +300,7 @@ def convert(
             # another process may have finished it since it was planned
             files.check_new_directory(work.target)
             if work.to == "hf":
-                built = _build_hf(work, advance, read_hf(work.source)[1].headers if link else {})
+                built = _build_hf(work, advance, _by_their_names(work.source) if link else {})
             else:
                 built = _build_megatron(work, advance)
             if work.eagle3 is not None:
@@ -325,11 +325,19 @@ def _build_hf(
                         continue
                     # A fresh drafter shares storage with a layer, which safetensors refuses.
                     yield hf, tensor.clone(memory_format=torch.contiguous_format)
+                    for copy in row.copies:
+                        yield copy, tensor.clone()
             advance(label)
 
     return checkpoint.build_hf(
         work.target, work.config, tensors(), work.small_files, checkpoint.SHARD_BYTES, linked
     )
+
+
+def _by_their_names(source: Path) -> dict[str, Header]:
+    """Return the tensors of a Hugging Face directory that its files call by their names, whole."""
+    headers = read_hf(source)[1].headers
+    return {name: header for name, header in headers.items() if header.name == name}
 
 
 def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:

@@ -21,6 +21,7 @@ from megatron_rlspec.models.config import (
 from megatron_rlspec.models.headers import (
     DTYPES,
     EMBEDDING,
+    HEAD,
     SINGLE,
     Header,
     read_headers,
@@ -81,7 +82,7 @@ def check_model(
     if weights and use == "train":
         _check_stated(config, directory)
     if weights:
-        _check_weights(directory, config, typed, drafter=drafter)
+        _check_weights(directory, config, typed, use, drafter=drafter)
     if tokenizer:
         _check_tokenizer(directory, trust_remote_code)
     return config
@@ -147,10 +148,15 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_weights(
-    directory: Path, config: Mapping[str, Any], typed: Shared, *, drafter: bool
+    directory: Path, config: Mapping[str, Any], typed: Shared, use: Use, *, drafter: bool
 ) -> None:
     headers = read_headers(directory, tied=typed.tie_word_embeddings)
     for name, header in headers.items():
+        if use == "serve" and (header.part or (name, header.name) == (EMBEDDING, HEAD)):
+            raise CheckpointError(
+                f"{directory}: holds {name} as {header.name}, which SGLang does not read; `rlspec convert` to Megatron "
+                "and back writes it by its name"
+            )
         if header.dtype not in DTYPES and not name.endswith(("d2t", "t2d")):
             raise CheckpointError(
                 f"{header.path}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"

@@ -97,7 +97,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
                 f"{megatron}mlp.", f"{hf}mlp.", count, router_bias=True, shared=shared
             )
 
-    yield from outer(g)
+    yield from outer(g, mtp_copies=True)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
     for n in range(g.mtp_layers):  # they follow the last layer in the checkpoint

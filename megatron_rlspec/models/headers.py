@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+# all experts of a layer in two tensors, as Transformers 5 can save them
+_FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,14 @@ class Header:
 
     path  of the file
     name  the tensor's in the file
+    part  of that tensor, if it holds several: (expert, first row, row behind the last)
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     name: str
+    part: tuple[int, int, int] | None = None
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -48,12 +53,17 @@ def read_object(file: Path) -> dict[str, Any]:
 def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     """Map every tensor's name to its file, shape and type. Raises CheckpointError if a file is missing or damaged.
 
-    tied  head and embedding are one tensor, which has the embedding's name here. Files can hold both, with equal bits
+    tied  head and embedding are one tensor, which has the embedding's name here. Files hold one of them, or both with
+          equal bits
     """
-    headers = _stored_headers(directory)
-    if not tied or HEAD not in headers or EMBEDDING not in headers:
+    headers: dict[str, Header] = {}
+    for name, header in _stored_headers(directory).items():
+        headers |= _single_experts(name, header)
+    if not tied or HEAD not in headers:
         return headers
-    if not _equal(headers[EMBEDDING], headers.pop(HEAD)):
+    head = headers.pop(HEAD)
+    embedding = headers.setdefault(EMBEDDING, head)
+    if embedding is not head and not _equal(embedding, head):
         raise CheckpointError(
             f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
             "model with a head of its own"
@@ -72,6 +82,24 @@ def _equal(one: Header, other: Header) -> bool:
         with safe_open(header.path, "pt") as tensors:
             bits.append(tensors.get_tensor(header.name).view(torch.uint8))
     return torch.equal(*bits)
+
+
+def _single_experts(name: str, header: Header) -> dict[str, Header]:
+    """Return a tensor by its name, and one that holds all experts `[E, rows, columns]` as one for each of them."""
+    fused = _FUSED_EXPERTS.fullmatch(name)
+    if fused is None or len(header.shape) != 3:
+        return {name: header}
+    experts, rows, columns = header.shape
+    parts = {"down_proj": (0, rows)}
+    if fused[2] == "gate_up_proj":
+        parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
+    found = {}
+    for expert in range(experts):
+        for part, (start, end) in parts.items():
+            shape = (end - start, columns)
+            one = replace(header, shape=shape, part=(expert, start, end))
+            found[f"{fused[1]}.{expert}.{part}.weight"] = one
+    return found
 
 
 def _stored_headers(directory: Path) -> dict[str, Header]:

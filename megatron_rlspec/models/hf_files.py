@@ -60,6 +60,9 @@ class LazyTensors(ByName):
         if self._open is None or self._open.path != header.path:
             self._open = TensorFile(header.path)
         tensor = self._open[header.name]
+        if header.part:
+            expert, start, end = header.part
+            tensor = tensor[expert, start:end]
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
             if not all(bound.isfinite() for bound in tensor.aminmax()):
                 raise CheckpointError(

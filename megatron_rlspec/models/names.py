@@ -105,7 +105,8 @@ class NameTable:
     def to_hf(self, megatron_name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face tensors that one full Megatron tensor holds, without padding of the vocabulary.
 
-        Yields nothing for Transformer Engine's `_extra_state` and for a tied head.
+        Yields nothing for Transformer Engine's `_extra_state` and for a tied head. `Row.copies` are not yielded: SGLang
+        does not read them.
         """
         if megatron_name.endswith("_extra_state"):
             return

@@ -30,6 +30,7 @@ class Row:
     cut         how tensor-parallel ranks cut the full tensor
     vocabulary  its rows are tokens, which Megatron may pad
     te_cut      how Transformer Engine's layers cut it, if differently
+    copies      further Hugging Face names under which checkpoints repeat hf[0]
     """
 
     megatron: str
@@ -38,6 +39,7 @@ class Row:
     cut: Cut = REPLICATED
     vocabulary: bool = False
     te_cut: Cut | None = None
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,26 @@ def need(config: Mapping[str, Any], key: str) -> Any:
     return config[key]
 
 
-def outer(g: Geometry) -> Iterator[Row]:
-    """Yield embedding, final norm and, unless it is tied, head."""
+def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
+    """Yield embedding, final norm and, unless it is tied, head.
+
+    mtp_copies  the checkpoint repeats embedding and head in each of the drafter's layers
+    """
+    prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
     yield Row(
         "embedding.word_embeddings.weight",
         ("model.embed_tokens.weight",),
         COPY,
         COLUMN,
         vocabulary=True,
+        copies=tuple(f"{prefix}embed_tokens.weight" for prefix in prefixes),
     )
     yield Row("decoder.final_layernorm.weight", ("model.norm.weight",))
     if not g.tied:
-        yield Row("output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True)
+        copies = tuple(f"{prefix}shared_head.head.weight" for prefix in prefixes)
+        yield Row(
+            "output_layer.weight", ("lm_head.weight",), COPY, COLUMN, vocabulary=True, copies=copies
+        )
 
 
 def norms(megatron: str, hf: str) -> Iterator[Row]:

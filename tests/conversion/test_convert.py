@@ -22,15 +22,15 @@ from megatron_rlspec.run import identity, state_file
 
 
 def hf_directory(tmp_path, model="mimo", **changes):
-    copies = {}
     if model == "mimo":
         config, tensors = mimo_checkpoint(**changes)
     else:
         config = {**CONFIGS[model], **changes}
         tensors = checkpoint(config, tmp_path)
-        copies["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        copies["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    write_hf(tmp_path / "hf", config, tensors | copies, shard_bytes=200_000)
+        # as published
+        tensors["model.layers.4.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    write_hf(tmp_path / "hf", config, tensors, shard_bytes=200_000)
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "hf" / "tokenizer.json"))
     return config, tensors
 
@@ -44,7 +44,7 @@ def same(tensors, directory) -> bool:
 
 @pytest.mark.parametrize(("model", "spec"), [("mimo", "te"), ("glm4_moe", "te"), ("deepseek_v3", "local")])
 def test_round_trip_is_exact(tmp_path, model, spec):
-    """Published files repeat embedding and head in a drafter with experts; no engine reads these copies."""
+    """Published files repeat embedding and head in a drafter with experts. vLLM reads these copies."""
     config, tensors = hf_directory(tmp_path, model)
     convert(plan(tmp_path / "hf", tmp_path / "megatron", spec=spec))
     convert(plan(tmp_path / "megatron", tmp_path / "back"))

@@ -1,4 +1,4 @@
-"""Model directories as people publish them: ends of texts, tokenizers in Python, Hub names, tied heads."""
+"""Model directories as people publish them: ends of texts, tokenizers, experts in one tensor, Hub names, tied heads."""
 
 import json
 import os
@@ -84,6 +84,24 @@ def test_a_tokenizer_of_another_class_is_not_taken_at_its_word(tmp_path):
     assert load_tokenizer(model)("the year")["input_ids"] == right
 
 
+def test_experts_of_a_layer_in_one_tensor_are_read_one_by_one(tmp_path):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"num_experts": 4, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 8}
+    config = transformers.Qwen3MoeConfig(eos_token_id=1, vocab_size=64, **sizes)
+    model = transformers.Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    model.save_pretrained(tmp_path / "apart")
+    fused, apart = (read_hf(tmp_path / name)[1] for name in ("fused", "apart"))
+    assert any(header.part for header in fused.headers.values()) and fused.keys() == apart.keys()
+    assert all(torch.equal(fused[name], apart[name]) for name in apart)
+    check_model(tmp_path / "fused", "train", drafter=False, tokenizer=False)
+    check_model(tmp_path / "apart", "serve", drafter=False, tokenizer=False)
+    with pytest.raises(CheckpointError, match="as model.layers.0.mlp.experts.*, which SGLang does not read"):
+        check_model(tmp_path / "fused", "serve", drafter=False, tokenizer=False)
+    convert(plan(tmp_path / "fused", tmp_path / "mtp", to="hf", add_mtp=True), link=True)
+    assert holds(tmp_path / "mtp", apart, more=True)
+
+
 def test_a_name_on_the_hub_is_read_from_its_cache(tmp_path):
     snapshot = tmp_path / "hub/models--some--model/snapshots/0123"
     write_model(snapshot)
@@ -100,15 +118,18 @@ def test_a_name_on_the_hub_is_read_from_its_cache(tmp_path):
     assert "some/other: no such directory, and no model of that name from the Hub" in local("some/other").stderr
 
 
-# ---- tied embeddings whose files hold the head, too, as Qwen3-0.6B is published -------------------------------------
+# ---- tied embeddings whose files hold the head, alone or, as Qwen3-0.6B is published, beside the embedding -----------
 
 
-def model(folder, added_to_head: float):
-    """Write a tied Qwen2 whose files hold a head, too, and return its tensors without the head."""
+def model(folder, added_to_head: float = 0, *, alone: bool = False):
+    """Write a tied Qwen2 whose files hold a head, and unless `alone` the embedding; return the tensors without head."""
     qwen2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 0}
     config, tensors = mimo_checkpoint(tie_word_embeddings=True, eos_token_id=100, **qwen2)
     head = tensors["model.embed_tokens.weight"] + added_to_head
-    write_hf(folder, config, {**tensors, "lm_head.weight": head}, shard_bytes=100_000)
+    written = {**tensors, "lm_head.weight": head}
+    if alone:
+        del written["model.embed_tokens.weight"]
+    write_hf(folder, config, written, shard_bytes=100_000)
     (folder / "tokenizer.model").write_bytes(b"0")
     return tensors
 
@@ -118,9 +139,10 @@ def holds(folder, tensors, *, more: bool = False) -> bool:
     return (more or found.keys() == tensors.keys()) and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-def test_the_head_is_the_embedding(tmp_path):
-    tensors = model(tmp_path / "hf", 0)
-    for use in ("train", "convert", "serve"):
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_head_is_the_embedding(tmp_path, alone):
+    tensors = model(tmp_path / "hf", alone=alone)
+    for use in ("train", "convert"):
         check_model(tmp_path / "hf", use, drafter=False)
     assert holds(tmp_path / "hf", tensors)
     convert(plan(tmp_path / "hf", tmp_path / "megatron"))
@@ -131,6 +153,15 @@ def test_the_head_is_the_embedding(tmp_path):
     assert holds(tmp_path / "mtp", tensors, more=True)
     make_drafter(tmp_path / "hf", tmp_path / "eagle3", 16)
     assert "lm_head.weight" not in read_model(tmp_path / "hf", tmp_path / "eagle3")[1]
+
+
+def test_sglang_needs_the_embedding_by_its_name(tmp_path):
+    model(tmp_path / "both")
+    check_model(tmp_path / "both", "serve", drafter=False)
+    model(tmp_path / "head", alone=True)
+    expected = "holds model.embed_tokens.weight as lm_head.weight, which SGLang does not read"
+    with pytest.raises(CheckpointError, match=expected):
+        check_model(tmp_path / "head", "serve", drafter=False)
 
 
 def test_another_head_is_refused(tmp_path):
