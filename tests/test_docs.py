@@ -71,6 +71,14 @@ def test_what_a_page_names_is_there(page):
         assert not set(re.findall(r"(?<![\w/])rlspec ([a-z]+)", text)) - set(COMMANDS)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
+def test_no_line_of_prose_has_more_than_120_columns(page):
+    """Code, tables and pictures may have longer ones."""
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in prose.splitlines() if len(line) > 120]
+    assert not [line for line in long if not line.startswith(("|", "![", "    "))]
+
+
 @pytest.mark.parametrize("name", ["configuration", "families", "metrics"])
 def test_a_generated_page_is_up_to_date(name):
     page = runpy.run_path(str(ROOT / f"tools/{name}_page.py"))["page"]
