@@ -23,11 +23,11 @@ LAYOUT = {
     tokenize.ENDMARKER,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# What stands, rounded up; a change that deletes lowers the number here. The aims are 265,000, 235,000 and 42,000.
+# What stands, rounded up; a change that deletes lowers the number here.
 MOST_TOKENS = {
-    "": 263_000,  # the whole package
-    "core": 245_000,  # all of it but extensions/
-    "rollout/sglang": 44_100,
+    "": 247_500,  # the whole package
+    "core": 232_000,  # all of it but extensions/
+    "rollout/sglang": 42_000,
 }
 MOST_TOKENS_A_LINE = 8.5
 
