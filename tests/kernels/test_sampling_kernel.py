@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from interpreted import Interpreter, interpreter
+from test_embedded_verify import murmur
 
 from megatron_rlspec.noise import draw
 
@@ -32,18 +33,6 @@ def test_a_batch_that_shrinks_compiles_nothing_anew() -> None:
     cuts = {sampling.parts_of(rows, 151_680) for rows in range(1, 2049)}
     assert {parts for parts, _ in cuts} == {sampling.PARTS, sampling.FEWER}
     assert all(columns % 16 == 0 for _, columns in cuts)
-
-
-def murmur(seed: int, position: int, word: int) -> int:
-    h = 0
-    for k in (seed & MASK, seed >> 32 & MASK, position & MASK, word & MASK):
-        k = k * 0xCC9E2D51 & MASK
-        h ^= (k << 15 | k >> 17) * 0x1B873593 & MASK
-        h = ((h << 13 | h >> 19) & MASK) * 5 + 0xE6546B64 & MASK
-    h ^= 16
-    h = (h ^ h >> 16) * 0x85EBCA6B & MASK
-    h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
-    return h ^ h >> 16
 
 
 def word_with(seed: int, position: int, wanted: int) -> int:

@@ -61,68 +61,6 @@ def accept_probabilities(target, draft_logits, tokens):
     return target.gather(-1, best[:, None])[:, 0], (best == tokens).to(target.dtype)
 
 
-class Toy:
-    """A target and a drafter given as tables; the drafter's depths differ and see the last token of the path."""
-
-    def __init__(self, seed):
-        g = torch.Generator().manual_seed(seed)
-        self.target = (2.5 * torch.randn(V, V, generator=g)).softmax(-1)
-        noise = [d * torch.randn(V, V, generator=g) for d in (0.7, 1.2, 2.0)]
-        self.draft = [self.target.clamp_min(1e-4).log() + n for n in noise]
-        self.rng = np.random.default_rng(seed)
-
-    def text(self, length):
-        p = self.target.double().numpy()
-        tokens = [0]
-        for _ in range(length):
-            tokens.append(self.rng.choice(V, p=p[tokens[-1]] / p[tokens[-1]].sum()))
-        return torch.tensor(tokens)
-
-    def play(self, rounds, steps):
-        """Real speculative rounds, drawn token by token; the histogram of accepted drafts."""
-        p = self.target.double().numpy()
-        last, histogram = 0, [0] * (steps + 1)
-        for _ in range(rounds):
-            accepted = 0
-            for d in range(steps):
-                draft = int(self.draft[d][last].argmax())
-                last = self.rng.choice(V, p=p[last] / p[last].sum())
-                if last != draft:
-                    break
-                accepted += 1
-            else:
-                last = self.rng.choice(V, p=p[last] / p[last].sum())
-            histogram[accepted] += 1
-        return histogram
-
-    def predict(self, lengths, steps):
-        parts = []
-        for length in lengths:
-            x = self.text(length - 1)
-            mask = masks([length], gap=2)
-            accept, reach = torch.zeros_like(mask), torch.zeros_like(mask)
-            for d in range(1, DEPTH + 1):
-                rows = torch.arange(max(length - 1 - d, 0))
-                known, token = x[rows + d], x[rows + d + 1]
-                accept[rows, d - 1], reach[rows, d - 1] = accept_probabilities(
-                    self.target[known], self.draft[d - 1][known], token
-                )
-            parts.append((accept, reach, mask))
-        return walk(*(torch.cat(column) for column in zip(*parts, strict=True)), steps)
-
-
-def test_the_prediction_equals_rounds_that_are_played():
-    toy = Toy(1)
-    prediction = toy.predict([4000, 700, 2500], [1, 2, 3])
-    for steps in (1, 2, 3):
-        played = np.array(toy.play(7000, steps))
-        tokens = (played * (1 + np.arange(steps + 1))).sum() / played.sum()
-        assert prediction.tokens_per_round(steps) == pytest.approx(tokens, abs=0.06)
-        rates = [played[d + 1 :].sum() / played[d:].sum() for d in range(steps)]
-        assert prediction.rates(steps) == pytest.approx(rates, abs=0.06)
-    assert 1.3 < prediction.tokens_per_round(3) < 3.5
-
-
 def test_against_every_path_of_a_short_sequence():
     """The walk's start probabilities, by enumerating all outcomes of all rounds."""
     g = torch.Generator().manual_seed(3)

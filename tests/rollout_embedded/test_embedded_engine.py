@@ -151,26 +151,6 @@ def test_off_pays_no_drafter(model):
         engine.generate(oracle.requests(PROMPTS[3:]), FREE)
 
 
-def test_a_rule_learns_how_much_the_drafter_has_to_read(model, monkeypatch):
-    """The prompt and the tokens of rounds off, a shared prompt once; nothing while the drafter runs every round."""
-    engine = oracle.engine_of(*model, SpecConfig(2), drafts="argmax")  # one token a round
-    engine.set_spec_rule({"roofline": Roofline.of_layers(4).to_json()})
-    plan = itertools.chain([OFF, OFF, OFF, SpecConfig(2), SpecConfig(2)], itertools.repeat(OFF))
-    seen = []
-
-    def choose(batch, context_tokens, missed, *, apart):
-        seen.append(missed(batch))
-        assert not apart
-        return next(plan)
-
-    monkeypatch.setattr(engine.choice.present, "choose", choose)
-    prompt = Prompt(0, np.array(PROMPTS[3]))
-    asked = [Request(f"r{i}.", prompt, seed=i) for i in range(2)]
-    engine.generate(asked, FREE)
-    before = len(PROMPTS[3]) - 2  # the pair of the first position does not exist, and the last token is pending
-    assert seen[:6] == [before, before + 2, before + 4, before + 6, 0, 0] and seen[6] <= 4, seen
-
-
 def test_update_weights_in_place_and_fingerprints(model):
     config, tensors = model
     _, other = oracle.tiny(seed=5, drafter="close", sharpness=2.0)
@@ -280,25 +260,6 @@ def test_an_update_in_the_middle_recomputes_and_records_both_versions(model):
         rest = Sampling(max_new_tokens=206 - switch, ignore_eos=True)
         seed = next(r.seed for r in oracle.requests(PROMPTS[:1], group=3) if r.id == s.request_id)
         assert fresh.generate([Request("x", prompt, seed)], rest)[0].response.tolist() == s.tokens[switch:].tolist()
-
-
-def test_abort_returns_what_there_is(model):
-    engine = oracle.engine_of(*model, SpecConfig(2), max_running_requests=2)
-    done = []
-    long = Sampling(max_new_tokens=240, ignore_eos=True)
-    wanted = oracle.requests(PROMPTS, group=1)
-    thread = threading.Thread(target=lambda: done.extend(engine.generate(wanted, long)), daemon=True)
-    thread.start()
-    while not any(len(run.response) > 5 for run in engine.running):
-        time.sleep(0.001)
-    engine.abort([wanted[0].id, wanted[3].id])
-    while len(engine.running) + len(engine.waiting) > 2:
-        time.sleep(0.001)
-    engine.abort()
-    thread.join(120)
-    assert [s.status for s in done] == ["aborted"] * 4
-    assert len(done[0].response) > 0 and len(done[3].response) == 0
-    assert engine.cache.left == engine.cache.total
 
 
 def test_a_closed_engine_returns_no_aborted_samples(model):

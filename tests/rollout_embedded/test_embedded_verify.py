@@ -17,7 +17,7 @@ SEEDS = torch.tensor([0, 1, 42, 2**31 + 7, 2**62 + 12345, -5, -(2**63)])
 POSITIONS = torch.tensor([0, 7, 100_000, 3, 1, 2**20, 5])
 
 
-def murmur_reference(seed: int, position: int, column: int) -> int:
+def murmur(seed: int, position: int, column: int) -> int:
     """MurmurHash3 (32 bit, seed 0) of the four little-endian words, on Python's integers."""
     m, h = 0xFFFFFFFF, 0
     for k in (seed & m, seed >> 32 & m, position & m, column & m):
@@ -35,7 +35,7 @@ def murmur_reference(seed: int, position: int, column: int) -> int:
 def test_the_hash_is_murmur3():
     ours = noise.murmur3(SEEDS, POSITIONS, 300).to(torch.int64) & 0xFFFFFFFF
     for i, (seed, position) in enumerate(zip(SEEDS.tolist(), POSITIONS.tolist(), strict=True)):
-        assert ours[i].tolist() == [murmur_reference(seed, position, c) for c in range(300)]
+        assert ours[i].tolist() == [murmur(seed, position, c) for c in range(300)]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """An engine on the trainer's devices sleeps while training; a rank that waits does not occupy its GPU."""
 
-import re
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -10,7 +8,6 @@ import forked
 import pytest
 from short_run import TESTS, words
 
-import megatron_rlspec
 from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.run.engines import Engines
@@ -62,13 +59,3 @@ def test_an_engine_that_is_restarted_sleeps_during_the_step_too():
     new.sleep.assert_called_once_with()
     engines.wake()
     new.wake.assert_called_once_with()
-
-
-def test_ranks_wait_for_each_other_on_the_host():
-    """Outside of training they use `host/ranks.py`, which is gloo: a collective call of the device would occupy it."""
-    package = Path(megatron_rlspec.__file__).parent
-    calls = set()
-    for room in ("run", "push", "records"):
-        for file in (package / room).glob("*.py"):
-            calls |= set(re.findall(r"\bdist\.(\w+)\(", file.read_text()))
-    assert calls == {"get_rank", "get_world_size", "is_initialized"}

@@ -1,11 +1,11 @@
-"""Runs with an EAGLE-3 drafter: records, replay, resume, what the next run starts from, and SGLang's own EAGLE3."""
+"""Runs with an EAGLE-3 drafter: records, replay, resume, and what the next run starts from."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from short_run import finish, run, train, without_drafter
+from short_run import run
 
 from megatron_rlspec.commands.convert import main
 from megatron_rlspec.conversion.drafter_files import make_drafter
@@ -69,40 +69,3 @@ def test_the_policy_is_that_of_a_run_with_mtp_and_a_resumed_run_is_the_same(reco
     run(start, tmp_path / "parts", **parts, train__resume="true")
     assert same(tmp_path / "parts/hf_drafter", recorded / "hf_drafter")
     assert same(tmp_path / "parts/hf", recorded / "hf")
-
-
-WITH_SGLANG = {"drafter__kind": "eagle3", "spec__mode": "fixed", "drafter__lr": "1e-2", "drafter__warmup_steps": 0}
-
-
-@pytest.fixture(scope="module")
-def models(start, tmp_path_factory) -> tuple[Path, Path]:
-    """A Qwen2 of the quickstart's decoder, and a fresh drafter for it: two directories."""
-    folder = tmp_path_factory.mktemp("eagle3")
-    without_drafter(start / "model", folder / "qwen2")
-    assert main([str(folder / "qwen2"), str(folder / "drafter"), "--add-eagle3", "--draft-vocabulary", "24"]) == 0
-    return folder / "qwen2", folder / "drafter"
-
-
-@pytest.mark.slow
-def test_a_run_trains_and_pushes_both_models_and_the_next_one_leaves_its_drafter_alone(start, models, tmp_path):
-    target, drafter = models
-    options = WITH_SGLANG | {"model__path": target, "drafter__path": drafter}
-    finish(train(start, tmp_path, train__steps=2, **options))
-    records = read_records(tmp_path / "metrics.jsonl")
-    assert len(records) == 2
-    own = [name for name in read_hf(drafter)[1] if name not in ("d2t", "t2d")]
-    for record in records:
-        assert record["push/failed_engines"] == 0
-        assert record["push/tensors"] == len(read_hf(target)[1]) + len(own)
-        assert record["drafter/grad_norm"] > 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
-        assert record["spec/verified_tokens"] >= 1
-    held = read_records(tmp_path / "events.jsonl")
-    options = {name: value for name, value in options.items() if name not in ("drafter__lr", "drafter__warmup_steps")}
-    options |= {"drafter__train": "false", "spec__mode": "adaptive"}
-    options |= {"model__path": tmp_path / "hf", "drafter__path": tmp_path / "hf_drafter"}
-    finish(train(start, tmp_path / "frozen", train__steps=1, **options))
-    (frozen,) = read_records(tmp_path / "frozen/metrics.jsonl")
-    assert frozen["push/tensors"] == len(read_hf(target)[1]) and frozen["push/failed_engines"] == 0
-    held += read_records(tmp_path / "frozen/events.jsonl")
-    assert not [event for event in held if event["kind"] == "health"]
-    assert not (tmp_path / "frozen/hf_drafter").exists()

@@ -11,6 +11,7 @@ from published import PUBLISHED
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rlspec.models.hf_files import read_hf, write_hf
+from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.sglang.client.launcher import launch
 
 NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
@@ -71,6 +72,8 @@ def test_qwen3_is_trained_by_one_command_and_loaded_by_transformers_and_sglang(t
     ended = forked.run_module("megatron_rlspec.cli", words.split(), folder=tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "written: rl/hf, the policy, and rl/hf_drafter" in ended.stdout
+    (record,) = read_records(tmp_path / "rl/metrics.jsonl")
+    assert record["push/failed_engines"] == 0 and record["policy/train_rollout_logprob_abs_diff"] < 1e-3
     before, after = (read_hf(tmp_path / name)[1] for name in ("Qwen3-0.6B", "rl/hf"))
     assert before.keys() == after.keys() and not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
 

@@ -109,17 +109,6 @@ def test_what_was_learnt_of_rounds_outlives_the_engine():
     assert sum(other.times.timings) == 0  # of other candidates nothing is known
 
 
-def test_a_push_takes_acceptance_anew_and_keeps_the_rest():
-    machine = Machine(SpecRule(CANDIDATES, SIZES), H100, rates=(0.8,) * 5)
-    machine.run(300, 16)
-    after = SpecRule(CANDIDATES, SIZES, acceptance=Acceptance(5))
-    after.inherit(machine.rule)
-    assert after.times.timings == machine.rule.times.timings and sum(after.acceptance.draws) == 0
-    other = SpecRule(CANDIDATES, H20)
-    other.inherit(machine.rule)
-    assert sum(other.times.timings) == 0  # errors of another cost
-
-
 def test_an_improved_drafter_is_found_in_rollouts_of_20_rounds():
     """Each push makes a new rule. If it began the wait for a trial anew, no trial would run."""
     rule = SpecRule(CANDIDATES, SIZES)
@@ -164,30 +153,6 @@ def test_a_trial_after_off_lets_few_requests_catch_up():
             seen.append(rule.catch_up)
     assert seen and max(seen) <= 8
     assert rule.choose(64, 64000, lambda n: n, apart=False).off or rule.catch_up == 64
-
-
-def test_a_new_rollout_does_not_go_on_with_the_drafts_of_the_last_ones_end():
-    """It can pay for the last two answers and lose on the next thirty-two, whose prompts the drafter must read."""
-    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
-    cost = Roofline.of_model(sizes | {"num_hidden_layers": 30, "vocab_size": 49152}, 8.0)
-    rule = SpecRule(CANDIDATES, cost)
-    rng = np.random.default_rng(0)
-    took = plain = 0.0
-    for number in range(12):
-        behind = np.full(32, 36)
-        for t, batch in enumerate([32, 32, 30, 24, 16, 8, *[2] * 24]):
-            behind = behind[:batch]
-            config = rule.choose(batch, batch * (37 + t), lambda n, b=behind: int(b.sum()), apart=False)
-            read = 0 if config.off else int(behind.sum())
-            behind = behind + 1 if config.off else behind * 0
-            accepted = np.cumprod(rng.random((batch, config.num_steps)) < 0.75, axis=1).sum(axis=1).tolist()
-            rule.observe(config, accepted)
-            ms, off = (float(cost.grid([c], np.array(batch), np.array(batch * (37 + t)))[0]) for c in (config, OFF))
-            rule.timed(config, batch, batch * (37 + t), ms)
-            if number > 1 and batch > 2:
-                took += (ms + read * cost.catch_up_ms) / (1 + np.mean(accepted) if accepted else 1)
-                plain += off
-    assert took <= plain / 0.98
 
 
 def test_a_batch_beyond_a_configurations_graphs_does_not_run_it():

@@ -1,6 +1,8 @@
 """The EAGLE-3 drafter: equal to an oracle that drafts one chain at a time, in every layout, without a trace in the
 policy."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -153,11 +155,11 @@ def test_every_layout_trains_the_same_drafter():
             torch.testing.assert_close(trained[key], tensor, rtol=1e-6, atol=1e-8, msg=f"{name}: {key}")
 
 
-def isolation():
-    """Return digests of the policy and its optimizer after five steps with and without the drafter."""
+def isolation(alone, **options):
+    """Return digests of the policy and its optimizer after five steps with the drafter, and without it on `alone`."""
     out = []
-    for drafter in (True, False):
-        trainer = build(drafter, dtype="float32", distributed=True, clip=0.3)
+    for drafter, hf in ((True, HF), (False, alone)):
+        trainer = build(drafter, hf=hf, dtype="float32", clip=0.3, **options)
         for seed in range(5):
             metrics = trainer.train_step(own_batches(trainer, seed), objective="sft")
         assert metrics["policy/grad_norm"] > 0.3
@@ -166,28 +168,14 @@ def isolation():
 
 
 def test_the_policy_is_the_same_with_and_without_the_drafter():
-    for with_drafter, without in on_ranks(3, isolation):
+    for with_drafter, without in on_ranks(3, partial(isolation, HF, distributed=True)):
         assert with_drafter == without
 
 
-def in_stages():
-    """Return digests of a policy in two stages after two steps, with the drafter, and without hidden states beside."""
-    out = []
-    for hf in (HF, {key: value for key, value in HF.items() if key != "eagle3"}):
-        if ps.model_parallel_is_initialized():
-            ps.destroy_model_parallel()
-        drafter = {"kind": "eagle3", "path": "drafter"} if "eagle3" in hf else {"train": False}
-        options = config(model={"dtype": "float32"}, parallel={"pipeline": 2}, drafter=drafter)
-        trainer = Trainer(options, hf)
-        trainer.set_draft_vocabulary(WORDS)
-        for seed in range(2):
-            trainer.train_step(own_batches(trainer, seed), objective="sft")
-        out.append((digest(trainer.policy.parameters()), digest(moments(trainer.learner.parts[0].optimizer.optimizer))))
-    return out
-
-
 def test_hidden_states_between_stages_leave_the_policy_as_it_is():
-    for with_drafter, without in on_ranks(2, in_stages):
+    """Without the drafter, stages send none."""
+    plain = {key: value for key, value in HF.items() if key != "eagle3"}
+    for with_drafter, without in on_ranks(2, partial(isolation, plain, pipeline=2)):
         assert with_drafter == without
 
 

@@ -4,15 +4,14 @@ import pytest
 import torch
 from moe_oracles import DEEPSEEK_V3, chains, checkpoint
 from test_expert_parallel import CLOSE, far, trained
-from test_experts import against_transformers, build, data_of, state
-from test_model_parity import drafter_logits
+from test_experts import against_transformers, build, check_isolation, data_of, isolation
+from test_model_parity import YARN, drafter_logits
 from train_ranks import on_ranks
 
 from megatron_rlspec.config import ConfigError
 from megatron_rlspec.models.config import check_config
 
-# Of the four frequencies two stay, and the others are divided in part and wholly. The scores are multiplied by 1.2.
-YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8, "beta_slow": 1}
+# The scores are multiplied by 1.2.
 SCALED = DEEPSEEK_V3 | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}, "v_head_dim": 12}
 SMALL = SCALED | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
 
@@ -45,22 +44,8 @@ def test_every_depth_drafts_as_an_engine_does(tmp_path):
     assert max(worst) < 2e-5 and size > 0.1
 
 
-def isolated(weights):
-    """Return what the policy's next step depends on after two steps, with and without a drafter."""
-    found = []
-    for drafter in ({"depth": 2}, False):
-        trainer = build(SMALL, model={}, drafter=drafter)
-        trainer.load_hf(weights)
-        for seed in range(2):
-            metrics = trainer.train_step(data_of(trainer, seed), objective="grpo")
-        found.append(state(trainer))
-    return found, metrics["policy/grad_norm"]
-
-
-def test_policy_is_the_same_with_and_without_drafter(tmp_path):
-    weights = checkpoint(SMALL, tmp_path)
-    (((with_drafter, alone), norm),) = on_ranks(1, isolated, weights)
-    assert with_drafter == alone and norm > 0
+def test_policy_is_the_same_with_and_without_drafter():
+    check_isolation(on_ranks(3, isolation, SMALL))
 
 
 LAYOUTS = {

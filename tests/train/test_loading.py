@@ -1,7 +1,5 @@
 """What a trainer loads from a checkpoint and reads from its configuration, and what it refuses."""
 
-import threading
-
 import forked
 import pytest
 import torch
@@ -85,17 +83,16 @@ def test_float64_is_refused_under_transformer_engine(monkeypatch):
         model.check(HF_CONFIG, exact.model, exact.parallel)
 
 
-def test_ranks_must_fit_the_layout():
-    with pytest.raises(ConfigError, match="needs a multiple of 2 ranks, but 3"):
-        config(parallel={"context": 2}, model={"path": "model"}, data={"path": "rows"}).check_run("train", 3)
-
-
-def test_a_job_that_cannot_be_left_delays_the_end_of_a_command_only_briefly(monkeypatch):
-    never = threading.Event()
-    monkeypatch.setattr(runtime, "LEAVING_SECONDS", 0.1)
-    monkeypatch.setattr(runtime, "shut_down", never.wait)
-    runtime.leave()  # returns
-    never.set()
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "message"),
+    [
+        ({"context": 2}, 3, "needs a multiple of 2 ranks, but 3"),
+        ({"expert": 3}, 8, "parallel.expert=3 must divide the 8 ranks that share experts: 8 ranks /"),
+    ],
+)
+def test_ranks_must_fit_the_layout(parallel, ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        config(parallel=parallel, model={"path": "model"}, data={"path": "rows"}).check_run("train", ranks)
 
 
 def nothing_trained():

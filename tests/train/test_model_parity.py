@@ -1,8 +1,8 @@
-"""Policy and drafter equal Transformers' classes, and an engine that is simulated one token at a time."""
+"""Policy and drafter equal Transformers' classes, and the drafter a naive one without a cache."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from embedded_oracle import Oracle
 from train_ranks import HF_CONFIG, batches, config, on_ranks, samples
 
 from megatron_rlspec.models.hf_files import write_hf
@@ -90,66 +90,6 @@ def test_policy_equals_transformers(architecture, differences):
     assert differences[architecture] == pytest.approx(0, abs=2e-5)
 
 
-class Engine:
-    """MiMo's drafter as an engine runs it: one token per call, keys and values cached, Hugging Face weights.
-
-    Written from the architecture alone (SGLang's models/mimo_mtp.py and speculative/eagle_worker_v2.py).
-    """
-
-    def __init__(self, weights: dict, hf: dict) -> None:
-        self.w = {k.removeprefix("model.mtp_layers.0."): v for k, v in weights.items() if "mtp_layers.0." in k}
-        self.embedding = weights["model.embed_tokens.weight"]
-        self.head = self.embedding if hf["tie_word_embeddings"] else weights["lm_head.weight"]
-        self.heads = hf["num_attention_heads"]
-        self.groups = hf["num_key_value_heads"]
-        self.d = hf["head_dim"]
-        self.theta = hf["rope_theta"]
-        self.eps = hf["rms_norm_eps"]
-        self.keys = []
-        self.values = []
-
-    def norm(self, x, name):
-        return F.rms_norm(x, x.shape, self.w[name + ".weight"], self.eps)
-
-    def rotate(self, x, position):
-        frequency = 1.0 / self.theta ** (torch.arange(0, self.d, 2, dtype=torch.float32) / self.d)
-        angle = (position * frequency).repeat(2)
-        turned = torch.cat([-x[:, self.d // 2 :], x[:, : self.d // 2]], -1)
-        return x * angle.cos().to(x) + turned * angle.sin().to(x)
-
-    def step(self, hidden, token, position):
-        """Append one position to the cache; return the drafter's output hidden state and logits."""
-        embedded = torch.zeros_like(hidden) if position == 0 else self.embedding[token]
-        both = torch.cat([self.norm(hidden, "hidden_layernorm"), self.norm(embedded, "token_layernorm")])
-        x = self.w["input_proj.weight"] @ both
-        y = self.norm(x, "input_layernorm")
-        q, k, v = (
-            (self.w[f"self_attn.{n}_proj.weight"] @ y + self.w[f"self_attn.{n}_proj.bias"]).view(-1, self.d)
-            for n in "qkv"
-        )
-        self.keys.append(self.rotate(k, position))
-        self.values.append(v)
-        q, repeat = self.rotate(q, position), self.heads // self.groups
-        keys, values = (torch.stack(c).repeat_interleave(repeat, 1) for c in (self.keys, self.values))
-        weight = (torch.einsum("nd,snd->ns", q, keys) / self.d**0.5).softmax(-1)
-        x = x + self.w["self_attn.o_proj.weight"] @ torch.einsum("ns,snd->nd", weight, values).flatten()
-        y = self.norm(x, "post_attention_layernorm")
-        gate, up = (self.w[f"mlp.{n}_proj.weight"] @ y for n in ("gate", "up"))
-        x = self.norm(x + self.w["mlp.down_proj.weight"] @ (F.silu(gate) * up), "final_layernorm")
-        return x, self.head @ x
-
-    def draft(self, hidden, token, position, following):
-        """Return the logits of a whole draft from `position`; remove the chain's entries from the cache afterwards."""
-        state, logits = self.step(hidden, token, position)
-        out = [logits]
-        kept = len(self.keys)
-        for offset, token in enumerate(following, 1):
-            state, logits = self.step(state, token, position + offset)
-            out.append(logits)
-        del self.keys[kept:], self.values[kept:]
-        return out
-
-
 def drafter_logits(trainer, batch):
     """Return the policy's hidden states `[T, H]`, and the drafter's logits per depth, `[T, V]` or over its words."""
 
@@ -162,22 +102,21 @@ def drafter_logits(trainer, batch):
 
 
 def against_engine(tied):
-    """Return our largest difference from the engine per depth, over all positions that have a draft of that depth."""
+    """Return our largest difference from the oracle per depth, over all positions that have a draft of that depth."""
     hf = HF_CONFIG | {"num_hidden_layers": 1, "tie_word_embeddings": tied}
     trainer, data = trained("float64", hf)
     trainer.drafter.recompute = tied
     worst = [0.0] * 3
     for batch in data:
         hidden, logits = drafter_logits(trainer, batch)
-        weights = dict(trainer.export())
+        naive = Oracle(hf, dict(trainer.export()))
         for first, last in zip(
             batch.cu_seqlens_padded[:-1].tolist(), batch.cu_seqlens_padded[1:].tolist(), strict=True
         ):
-            engine = Engine(weights, hf)
             tokens = batch.tokens[first:last].tolist()
+            naive.hidden = lambda known, states=hidden[first:last]: states[: len(known)]  # the policy's
             for t in range(len(tokens) - 1):
-                drafts = engine.draft(hidden[first + t], tokens[t + 1], t, tokens[t + 2 : t + 4])
-                for depth, theirs in enumerate(drafts):
+                for depth, theirs in enumerate(naive.draft_logits(tokens[: t + 2], tokens[t + 2 : t + 4])):
                     worst[depth] = max(worst[depth], float((logits[depth][first + t] - theirs).abs().max()))
     return worst
 
