@@ -28,7 +28,3 @@ def fails_on_some(prompt: str, response: str, label: str, metadata: dict) -> flo
     if len(response) % 2:
         raise ValueError(f"length {len(response)}")
     return len(response) % 3 / 2
-
-
-def same(prompt: str, response: str, label: str, metadata: dict) -> float:
-    return 0.0

@@ -13,11 +13,8 @@ from types import SimpleNamespace
 import forked
 import pytest
 import short_run
-import torch
-import transformers
 
 from megatron_rlspec.config import load
-from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.sglang.client import launcher
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -56,22 +53,6 @@ def test_labels_are_the_sums_of_the_digits(rows):
         assert len({key for key, _ in pairs}) == len(pairs), "a key that occurs twice cannot be looked up"
 
 
-def test_model_is_a_whole_mimo_that_transformers_reads(task, tmp_path, capsys):
-    options = ("--task", task, "--out", tmp_path / "model", "--layers", 3, "--hidden", 64)
-    short_run.script(QUICKSTART / "make_model.py", *options)
-    told = capsys.readouterr().out
-    check_model(tmp_path / "model", "train")
-    decoder = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    parameters = sum(p.numel() for p in decoder.parameters())
-    assert f"{parameters:,} parameters" in told
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        logits = decoder(torch.tensor([tokenizer("a3b4c5=")["input_ids"]])).logits
-    # A fresh model is close to knowing nothing: cross-entropy near that of the uniform distribution.
-    assert logits.shape[-1] == len(tokenizer)
-    assert 0.05 < float(logits.std()) < 1
-
-
 @pytest.fixture(scope="module")
 def calculator():
     specification = importlib.util.spec_from_file_location("calculator", CALCULATOR / "calculator.py")
@@ -84,9 +65,7 @@ def calculator():
     ("text", "result"),
     [
         ("so 3 + 4", "7"),
-        ("(2 - 5) * -2", "6"),
         ("1/0", ""),
-        ("3 +", ""),
         ("2 ** 9999999", ""),
         ("__import__('os')", ""),
     ],

@@ -19,10 +19,8 @@ from megatron_rlspec.wire import decode, encode
     ("content", "part"),
     [
         (b"", "the file is empty"),
-        (b"{", "Expecting property name"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": NaN}', "NaN is no JSON number"),
-        (b"[-Infinity]", "-Infinity is no JSON number"),
         (b"\xff\xfe{}", "not UTF-8 text (byte 0: 0xff)"),
     ],
 )

@@ -2,15 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import short_run
-from docs_pages import blocks
 
-PAGE = "getting-started.md"
+PAGE = (Path(__file__).parent.parent / "docs/getting-started.md").read_text()
 # What a tiny model on a CPU needs in place of the page's numbers.
 SMALL = {
     'dtype = "bfloat16"': 'dtype = "float32"',
@@ -24,9 +24,9 @@ SMALL = {
 }
 
 
-def configuration() -> str:
-    (text,) = blocks(PAGE, "toml")
-    return text
+def blocks(language: str) -> list[str]:
+    """Return the page's blocks of code in a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def stand_in(folder: Path) -> None:
@@ -39,9 +39,9 @@ def stand_in(folder: Path) -> None:
     rows = [{"prompt": f"{a} + {b} =", "label": str(a + b)} for a in range(4) for b in range(6)]
     for name, part in {"prompts": rows[:16], "held-out": rows[16:]}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    (reward,) = blocks(PAGE, "python")
+    (reward,) = blocks("python")
     (folder / "my_reward.py").write_text(reward)
-    text = configuration()
+    (text,) = blocks("toml")
     for theirs, small in SMALL.items():
         text = text.replace(theirs, small)
     (folder / "run.toml").write_text(text)
@@ -53,7 +53,7 @@ def test_the_commands_run(tmp_path):
     stand_in(tmp_path)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     printed = ""
-    for command in blocks(PAGE, "bash"):
+    for command in blocks("bash"):
         ended = subprocess.run(
             ["bash", "-euc", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
         )

@@ -49,11 +49,6 @@ def gpu() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{short: importlib.import_module(name) for short, name in names.items()})
 
 
-def figure(**changes: Any) -> dict[str, Any]:
-    row = {"kind": "figure", "part": "trace", "what": "k3: the GPU works", "state": "measured", "value": 10.8}
-    return {**row, "unit": "ms", "note": "", "estimate": [], **changes}
-
-
 def parts_of(gpu: SimpleNamespace, session: str) -> list[str]:
     return [name for name, part in gpu.plan.PARTS.items() if part.session == session]
 
@@ -94,70 +89,6 @@ def test_a_part_that_does_not_end_well_says_why(gpu, tmp_path, end, state, why):
     limit = 1 if "sleep" in end else 100
     ended = gpu.session.run_part([sys.executable, "-c", end], tmp_path / "part.log", limit)
     assert (ended["state"], ended["why"]) == (state, why)
-
-
-@pytest.fixture
-def ran(gpu, tmp_path, monkeypatch):
-    """A session without engines, whose parts end as `ends` says, after `seconds` of a clock that only they move."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    ran = SimpleNamespace(ends={}, seconds={}, limits={}, said=[], sets=[], path=tmp_path / "session.jsonl")
-
-    def run_part(command, log, limit):
-        name = command[2]
-        ran.limits[name] = limit
-        took = min(ran.seconds.get(name, 1), limit)
-        clock.now += took
-        with ran.path.open("a") as out:
-            out.write(json.dumps(figure(part=name, what="a figure")) + "\n")
-        return {"state": ran.ends.get(name, "done"), "seconds": took, "why": ""}
-
-    class Serving:
-        def __init__(self, *_):
-            self.name = ""
-
-        def need(self, name):
-            if name != self.name:
-                ran.sets.append(name)
-            self.name = name
-
-        def close(self):
-            self.name = ""
-
-    def session(parts, seconds=10_000.0):
-        ran.limits.clear()
-        ran.sets.clear()
-        record = gpu.session.Record.read(ran.path)
-        gpu.session.run(gpu.plan.planned(), record, parts, tmp_path, seconds, ran.said.append)
-        return gpu.session.Record.read(ran.path)
-
-    monkeypatch.setattr(gpu.session, "time", clock)
-    monkeypatch.setattr(gpu.session, "run_part", run_part)
-    monkeypatch.setattr(gpu.session.serving, "Serving", Serving)
-    ran.session = session
-    return ran
-
-
-def test_the_others_go_on_after_a_part_that_failed(gpu, ran):
-    ran.ends = {"steady": "out of time", "train": "failed"}
-    record = ran.session(parts_of(gpu, "a"))
-    assert {name: end["state"] for name, end in record.ends.items()} == dict.fromkeys(
-        parts_of(gpu, "a"), "done"
-    ) | ran.ends
-    assert ran.sets == ["wide", "wide", "", "variants", "", "uneven"], "engines that a killed part asked start anew"
-
-
-def test_a_second_call_goes_on_with_what_is_missing(gpu, ran):
-    ran.ends = {"profile": "failed"}
-    parts = ["model", "profile", "train"]
-    assert set(ran.session(parts).ends) == set(parts)
-    ran.ends = {}
-    with ran.path.open("a") as out:
-        out.write('{"kind": "figure", "part": "profile", "wh')  # the machine went away
-    record = ran.session([*parts, "variants"])
-    assert list(ran.limits) == ["model", "profile", "small", "variants"], "the served models are made again"
-    assert not record.missing(["profile", "variants"]) and len(record.figures) == 5
-    ran.session(parts)
-    assert not ran.limits
 
 
 def session(folder: Path, *options: str) -> dict[str, dict[str, Any]]:

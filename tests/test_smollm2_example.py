@@ -27,11 +27,9 @@ def test_held_out_prompts_are_about_other_things(tmp_path):
     "response, reward",
     [
         ("What grows in a garden?", 1.0),
-        (" Is the Garden large? ", 1.0),
         ("What grows there?", 0.0),
         ("What is a garden? Is it large?", 0.0),
         ("A garden is a place.", 0.0),
-        ("", 0.0),
     ],
 )
 def test_the_reward_is_for_one_question_about_the_thing(response, reward):

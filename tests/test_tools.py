@@ -191,13 +191,6 @@ def test_a_cpu_build_of_torch_needs_the_lock_only_and_a_changed_lock_is_installe
     assert len(machine.installed()) == 2 and machine.stamped() == 1  # the lock twice
 
 
-def test_a_cuda_build_of_torch_gets_its_libraries(machine):
-    machine.torch("Requires-Dist: filelock\nRequires-Dist: nvidia-cudnn-cu13==9.20.0.48\n")
-    assert machine.setup(machine.python("3.12")) == (0, "")
-    assert machine.installed() == ["requirements/cpu.txt", "requirements/cuda-libraries.txt"]
-    assert "pip found a CUDA build of torch" in machine.printed and machine.stamped() == 1
-
-
 def test_an_impossible_setup_is_reported_in_one_line(machine):
     def line(python):
         code, text = machine.setup(python)

@@ -206,20 +206,3 @@ def test_the_trainer_measures_what_an_engine_accepts():
     assert sharpness == max(expected, key=lambda s: expected[s])
     assert 1.3 < lengths[1] < 1.95 and lengths[5] > lengths[1] + 0.2
     np.testing.assert_allclose([found[k] for k in DRAFTS], [lengths[k] for k in DRAFTS], rtol=0.03)
-
-
-def test_each_of_several_engines_has_gpus_of_its_own(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-
-    def seen(engines: int, more: str = "") -> list[dict[str, str]]:
-        layout = answer.layout(load(None, {"rollout.engines": str(engines), "rollout.engine_options": more}))
-        return [layout.environment(i) for i in range(engines)]
-
-    assert seen(1) == [{}]
-    assert seen(4) == [{"CUDA_VISIBLE_DEVICES": name} for name in "0123"]
-    assert seen(2, "--tp 2") == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
-    with pytest.raises(ConfigError, match="rollout.engines=3: 6 GPUs, 2 for each engine, but this machine has 4"):
-        seen(3, "--tp-size=2")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert seen(3) == [{}] * 3

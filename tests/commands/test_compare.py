@@ -1,17 +1,14 @@
 """Accept lengths compared in pairs: the intervals, and drafters measured on one policy by a real engine."""
 
 import json
-from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_rlspec.commands import compare
-from megatron_rlspec.conversion.drafter_files import read_with_drafter
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.speculation.acceptance import accept_length
-from megatron_rlspec.types import Prompt, Sampling
 
 
 def tables(gain: float, prompts: int = 300) -> tuple[np.ndarray, np.ndarray]:
@@ -82,25 +79,6 @@ def test_drafters_of_one_policy_draw_one_text(start, drafters, tmp_path, capsys)
         )
         assert row["value"] == pytest.approx(own - other) and row["low"] <= row["value"] <= row["high"]
     assert "texts equal under all drafters: 8 of 8" in capsys.readouterr().out
-
-
-def test_one_engine_measures_what_an_engine_for_each_drafter_does(drafters):
-    """The proofs of the examples measure with one engine, to which drafters are pushed."""
-    prompts = [Prompt(i, np.arange(2, 6 + i)) for i in range(4)]
-    sampling = Sampling(1.0, max_new_tokens=12)
-    config, policy = read_hf(drafters["own"])
-    tensors = {name: read_hf(path)[1] for name, path in drafters.items()}
-    with closing(compare._engine(config, policy, (1,))) as engine:
-        together, equal_texts = compare.measure(engine, tensors, prompts, sampling, (1, 3))
-    apart = {}
-    for name, path in drafters.items():
-        with closing(compare._engine(*read_with_drafter(drafters["own"], path), (1,))) as engine:
-            apart[name] = compare.draw_each(engine, prompts, sampling, (1, 3), name)
-    rounds, equal_apart = compare.counted(apart)
-    assert equal_texts == equal_apart == len(prompts)
-    for steps, of_drafters in rounds.items():
-        for name, counts in of_drafters.items():
-            assert np.array_equal(together[steps][name], counts)
 
 
 @pytest.mark.parametrize("words", [["nameless"], ["a=x", "a=y"]], ids=["no name", "twice"])

@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def environment():
-    path = [MEGATRON, SLIME, str(HERE.parent.parent), str(HERE)]
+    path = [MEGATRON, SLIME, str(HERE.parent.parent), str(HERE), str(HERE.parent / "rollout")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
@@ -127,10 +127,6 @@ def test_slimes_joint_clip_changes_the_policy():
     assert any(not torch.equal(v, policy(ours["parameters"])[n]) for n, v in policy(alone["parameters"]).items())
 
 
-def test_drafter_gradient_does_not_depend_on_context_parallelism():
-    assert worst(*(drafter(run("one_step", cp, *OURS, *UNCLIPPED)["gradients"]) for cp in (2, 1))) < 5e-6
-
-
 def test_drafter_gradient_is_that_of_our_own_loop():
     own = run("own_loop", 1)
     for cp in (1, 2):
@@ -140,17 +136,6 @@ def test_drafter_gradient_is_that_of_our_own_loop():
             assert inside["losses"][f"drafter_loss_{depth}"] == pytest.approx(
                 own["losses"][f"drafter/loss_{depth}"], rel=1e-5
             )
-
-
-def test_predicted_acceptance_is_that_of_our_own_loop(tmp_path):
-    settings = tmp_path / "steps.yaml"
-    settings.write_text("rlspec: {candidate_steps: [0, 1, 2, 3, 5]}\n")
-    own = run("own_loop_of_few_words", 1, "grpo")["predicted"]
-    assert set(own) == {1, 2, 3, 5} and own[5] >= own[1] > 1
-    for cp in (1, 2):
-        options = (*OURS, *UNCLIPPED, "--custom-config-path", str(settings))
-        inside = run("one_step_of_few_words", cp, *options)["losses"]
-        assert {k: inside[f"drafter_tokens_k{k}"] for k in own} == pytest.approx(own, rel=1e-5)
 
 
 def test_depth_one_runs_through_megatrons_own_layer(tmp_path):

@@ -105,15 +105,6 @@ def test_the_sglang_of_slimes_image_has_no_eagle3(monkeypatch, tmp_path):
         launch.main(["--drafter.kind", "eagle3", "--drafter.path", "/a", *command])
 
 
-def test_harmless_values_are_not_refused():
-    planned("--expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --tensor-model-parallel-size 2")
-    planned(
-        "--num-experts 8 --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 4"
-    )
-    planned("--sglang-speculative-accept-threshold-single 1.0 --sglang-speculative-eagle-topk 1")
-    planned("--sglang-attn-dp-size 1")
-
-
 @pytest.mark.parametrize("given", [None, [2]])
 def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(given):
     """The drafter is trained and pushed as usual, and one line reports that the number is fixed."""
@@ -157,15 +148,6 @@ def test_plain_command(tmp_path):
     assert settings["folder"] == str(tmp_path / "files")
     adaptive = json.load(open(given["--sglang-speculative-adaptive-config"]))
     assert adaptive == {"1": {"candidate_steps": [0, 1, 3]}}
-
-
-def test_users_yaml_is_kept(tmp_path):
-    theirs = tmp_path / "mine.yaml"
-    theirs.write_text("my_option: 7\n")
-    arguments = f"--custom-config-path {theirs}"
-    whole = launch.complete(["python", "train.py", *arguments.split()], planned(arguments), tmp_path / "files")
-    settings = yaml.safe_load(open(read_flags(whole)["--custom-config-path"]))
-    assert settings["my_option"] == 7 and settings["rlspec"]["verifier"] == "position_keyed"
 
 
 @pytest.mark.parametrize("joined", [True, False])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rlspec.integrations.slime import state as slime_state
-from megatron_rlspec.speculation.acceptance import Prediction, added
+from megatron_rlspec.speculation.acceptance import Prediction
 from megatron_rlspec.speculation.ragged import BINS
 
 
@@ -20,13 +20,6 @@ def test_a_prediction_is_read_for_later_rollouts_only(tmp_path):
     assert read.steps == (1, 3) and read.rates(3) == prediction.rates(3)
     assert np.array_equal(read.chances, by_logq.reshape(2, BINS))  # of which engines' chances start
     assert slime_state.read_prediction(tmp_path, 6) is None
-
-
-def test_a_step_without_a_prediction_leaves_those_of_its_rollout():
-    one = Prediction.of_sums((1,), np.array([[4.0]]), np.array([[2.0]]))
-    assert added(one, None) is added(None, one) is one
-    assert added(None, None) is None
-    assert added(one, one).reached.tolist() == (2 * one.reached).tolist()
 
 
 @pytest.mark.slime

@@ -1,13 +1,4 @@
-"""Malformed input, as tables: each `Case` is one mistake of a user, and `check` says what must happen.
-
-A surface has a file `test_<surface>.py` with a table CASES and
-
-    @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
-    def test_one_line(case, tmp_path, capfd, monkeypatch):
-        check(case, tmp_path, capfd, monkeypatch)
-
-`check` runs in this process, and is never late on a slow machine.
-"""
+"""Malformed input, as tables: each `Case` is one mistake of a user, and `check` says what must happen."""
 
 from __future__ import annotations
 

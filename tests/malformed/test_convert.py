@@ -135,13 +135,6 @@ def test_one_line(case, tmp_path, capfd, monkeypatch):
     check(case, tmp_path, capfd, monkeypatch)
 
 
-def test_good_ones_are_converted(tmp_path):
-    megatron(lambda *_: None)(tmp_path)
-    hf()(tmp_path)
-    for source in ("megatron", "hf"):
-        assert command.main([str(tmp_path / source), str(tmp_path / f"from-{source}")]) == 0
-
-
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, capfd):
     """A limit on the size of files replaces a full disk."""
     hf()(tmp_path)

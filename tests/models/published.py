@@ -55,10 +55,6 @@ _AIR = {
     **{"n_routed_experts": 128, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "use_qk_norm": False},
     **{"routed_scaling_factor": 1.0, "max_position_embeddings": 131072},
 }
-_GLM_4_7 = {
-    **{"n_routed_experts": 160, "moe_intermediate_size": 1536, "first_k_dense_replace": 3, "use_qk_norm": True},
-    **{"routed_scaling_factor": 2.5, "max_position_embeddings": 202752},
-}
 _DEEPSEEK = {
     **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False},
     **{"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "ep_size": 1},
@@ -86,8 +82,6 @@ _MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_
 _MIMO |= {"rope_theta": 640000, "attention_bias": True, "vocab_size": 151680}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "TinyLlama-1.1B-Chat-v1.0": _sizes(2048, 5632, 22, 32, 4) | _LLAMA2,
-    "Llama-3.1-8B-Instruct": _sizes(4096, 14336, 32, 32, 8) | _LLAMA | _llama3(8.0),
     "Llama-3.2-1B-Instruct": _sizes(2048, 8192, 16, 32, 8) | _LLAMA | _llama3(32.0) | _TIED | {"head_dim": 64},
     "SmolLM2-135M-Instruct": _sizes(576, 1536, 30, 9, 3) | _LLAMA2 | _TIED | _SMOL | {"vocab_size": 49152},
     "Qwen2.5-0.5B-Instruct": _sizes(896, 4864, 24, 14, 2) | _QWEN2 | _TIED | {"vocab_size": 151936},
@@ -99,7 +93,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3-Coder-30B-A3B-Instruct": _sizes(2048, 5472, 48, 32, 4) | _QWEN3_MOE | _CODER,
     "MiMo-7B-RL": _sizes(4096, 11008, 36, 32, 8) | _QWEN2 | _MIMO,
     "GLM-4.5-Air": _sizes(4096, 10944, 46, 96, 8) | _GLM | _AIR,
-    "GLM-4.7": _sizes(5120, 12288, 92, 96, 8) | _GLM | _GLM_4_7,
     "DeepSeek-V3-bf16": _sizes(7168, 18432, 61, 128, 128) | _DEEPSEEK | _V3,
     "Moonlight-16B-A3B-Instruct": _sizes(2048, 11264, 27, 16, 16) | _DEEPSEEK | _MOONLIGHT,
 }

@@ -84,15 +84,3 @@ def test_a_path_that_is_no_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="no such file|found a pipe|found a directory"):
         TensorFile(tmp_path / name)
-
-
-def test_equal_tensors_make_equal_files(tmp_path):
-    tensors = {f"t{i}": torch.full((i + 1,), float(i)) for i in range(4)}
-    contents = set()
-    for number in range(12):  # the order of safetensors' own metadata is random
-        path = tmp_path / f"{number}.safetensors"
-        tensor_file.save(tensors, path)
-        contents.add(path.read_bytes())
-    assert len(contents) == 1
-    with TensorFile(path) as file:
-        assert all(file[name].equal(tensor) for name, tensor in tensors.items())

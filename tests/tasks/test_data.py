@@ -193,15 +193,6 @@ def test_a_beginning_of_a_text_comes_once(tmp_path, directory, adds):
         ]
 
 
-def test_long_prompts_are_left_out_and_counted(tmp_path, tokenizer):
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a" * n, "label": "1"} for n in (3, 9, 5, 6, 5)])
-    prompts, dropped = read_prompts(path, DataConfig(), tokenizer, 5)
-    assert [(p.id, len(p.tokens)) for p in prompts] == [(0, 3), (2, 5), (4, 5)]
-    assert dropped == 2
-    with pytest.raises(DataError, match="no prompts of at most 2 tokens; all 5 rows are longer"):
-        read_prompts(path, DataConfig(), tokenizer, 2)
-
-
 def test_demonstrations_train_the_response_and_its_end(tmp_path, tokenizer):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a1=", "response": "a1=1,#1"}, {"prompt": "b2=", "response": ""}])
     samples, dropped = read_demonstrations(path, DataConfig(), tokenizer, 100)

@@ -1,11 +1,10 @@
 from transformer_engine.pytorch import distributed, ops, optimizers
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.module import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from transformer_engine.pytorch.module import GroupedLinear, LayerNormLinear, Linear, RMSNorm
 
 __all__ = [
     "DotProductAttention",
     "GroupedLinear",
-    "LayerNorm",
     "LayerNormLinear",
     "Linear",
     "RMSNorm",

@@ -1,4 +1,4 @@
 from transformer_engine.pytorch.module.linear import GroupedLinear, LayerNormLinear, Linear
-from transformer_engine.pytorch.module.norms import LayerNorm, RMSNorm
+from transformer_engine.pytorch.module.norms import RMSNorm
 
-__all__ = ["GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm"]
+__all__ = ["GroupedLinear", "LayerNormLinear", "Linear", "RMSNorm"]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from transformer_engine.pytorch.distributed import into_column, out_of_row, set_tensor_model_parallel_attributes
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.module.norms import apply_norm
+from transformer_engine.pytorch.module.norms import rms_norm
 
 KEYWORDS = {
     "sequence_parallel": False,
@@ -103,27 +103,19 @@ class LayerNormLinear(_Linear):
         own = {"normalization": "LayerNorm", "zero_centered_gamma": False}
         own |= {"return_layernorm_output": False, "return_layernorm_output_gathered": False}
         how = chosen(given, **DENSE, **own)
-        assert how.normalization in ("LayerNorm", "RMSNorm")
+        assert how.normalization == "RMSNorm" and not how.zero_centered_gamma
         assert how.parameters_split is None and how.symmetric_ar_type is None
         assert not how.return_layernorm_output and not how.return_layernorm_output_gathered
         self.eps = eps
-        self.normalization = how.normalization
-        self.zero_centered_gamma = how.zero_centered_gamma
         dtype = how.params_dtype or torch.get_default_dtype()
-        start = torch.nn.init.zeros_ if how.zero_centered_gamma else torch.nn.init.ones_
-        self._make("layer_norm_weight", (in_features,), dtype, how.device, start)
-        if how.normalization == "LayerNorm":
-            self._make("layer_norm_bias", (in_features,), dtype, how.device, torch.nn.init.zeros_)
-        else:
-            self.layer_norm_bias = None
+        self._make("layer_norm_weight", (in_features,), dtype, how.device, torch.nn.init.ones_)
+        self.layer_norm_bias = None
         self._build(None, in_features, out_features, how)
-        for parameter in filter(lambda p: p is not None, (self.layer_norm_weight, self.layer_norm_bias)):
-            parameter.sequence_parallel = self.sequence_parallel
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         self._check(inp)
-        norm = self.normalization, inp, self.layer_norm_weight, self.layer_norm_bias
-        return self._multiply(apply_norm(*norm, self.eps, self.zero_centered_gamma))
+        return self._multiply(rms_norm(inp, self.layer_norm_weight, self.eps))
 
 
 class GroupedLinear(_Linear):
