@@ -140,7 +140,6 @@ def test_a_failure_where_a_sample_is_taken_ends_the_rollout(model):
 
 @pytest.mark.parametrize("patient", [True, False], ids=["waits", "asks for replies for ever"])
 def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
-    """Its thread stays behind as a daemon."""
     release = threading.Event()
 
     def stuck(conversation):

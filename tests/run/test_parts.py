@@ -46,7 +46,6 @@ def test_a_resumed_run_says_where_it_is_and_counts_on(config, tmp_path):
 
 
 def test_a_step_is_bad_only_if_all_its_updates_were_skipped(config, tmp_path):
-    """Of four updates one, then all, and then one of the drafter's."""
     records = Records(config, Clock(), 0, True)
     bad_steps = []
     for step, values in zip(records.steps(3), ({"policy": 0.25}, {"policy": 1.0}, {"drafter": 0.25}), strict=True):
