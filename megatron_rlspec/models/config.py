@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.texts import printable
-from megatron_rlspec.types import SHARPNESS
+from megatron_rlspec.types import SHARPNESS, checked_sharpness
 
 Size = Annotated[int, Field(gt=0, le=2**24)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
@@ -316,8 +316,17 @@ MAPS = ("d2t", "t2d")
 
 
 def sharpness_of(config: Mapping[str, Any]) -> float:
-    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one."""
-    return float(config.get(DRAFTER, config).get(STATED) or SHARPNESS[0])
+    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one.
+
+    Raises CheckpointError for a value that is none.
+    """
+    stated = config.get(DRAFTER, config).get(STATED)
+    if stated is None:
+        return SHARPNESS[0]
+    try:
+        return checked_sharpness(stated)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {STATED}={error}") from None
 
 
 def stated_ends(config: Mapping[str, Any]) -> set[int]:

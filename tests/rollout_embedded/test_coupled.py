@@ -10,6 +10,7 @@ import torch
 from megatron_rlspec.config import load
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.losses.drafter import Student
+from megatron_rlspec.models.config import CheckpointError, sharpness_of
 from megatron_rlspec.noise import draw, uniform
 from megatron_rlspec.rollout.embedded import draft, verify
 from megatron_rlspec.run.engines import RunDraftRule
@@ -134,6 +135,12 @@ def test_an_engine_drafts_with_the_sharpness_that_config_json_states_until_a_rul
             assert engine.describe()["sharpness"] == expected
         with pytest.raises(EngineError, match=r"sharpness=0; expected a number above 0"):
             engine.set_config(CHAIN, 0)
+
+
+@pytest.mark.parametrize("stated", ["2", -1, float("nan")])
+def test_a_sharpness_that_is_none_is_refused(stated):
+    with pytest.raises(CheckpointError, match=r"rlspec_sharpness=.*expected a number above 0"):
+        sharpness_of({"rlspec_sharpness": stated})
 
 
 @pytest.mark.parametrize("mode", ["fixed", "adaptive"])
