@@ -6,9 +6,7 @@ the comparison after sleep.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -39,36 +37,24 @@ class Engine(EmbeddedEngine):
 
     def __init__(self, config, tensors):
         self.wire = lambda name, tensor: tensor
-        self.skip = False
         super().__init__(config, tensors, max_length=64, max_total_tokens=2048)
 
-    def begin_update(self, version, scope="all"):
-        if not self.skip:
-            super().begin_update(version, scope)
-
     def send(self, bucket):
-        if not self.skip:
-            super().send(Bucket([(n, self.wire(n, t)) for n, t in bucket.tensors]))
-
-    def end_update(self, error=""):
-        if not self.skip:
-            super().end_update(error)
-
-    def memory(self, name) -> torch.Tensor:
-        return self.model.tensors[name].view
+        super().send(Bucket([(n, self.wire(n, t)) for n, t in bucket.tensors]))
 
 
-@dataclass
 class Room:
-    """Engines a and b, healthy at version 0, and a trainer that is about to push version 1."""
+    """Engines a and b, healthy at version 0, and a trainer that is about to push version 1.
 
-    damage: Callable = lambda name, tensor: tensor
-    found: list[str] = field(default_factory=list)
+    engines  those of `test_sglang_faults.py`; otherwise embedded ones
+    """
 
-    def __post_init__(self):
+    def __init__(self, engines=None):
         self.config, self.old = echo_checkpoint(0)
         self.new = echo_checkpoint(1)[1]
-        self.engines = {name: Engine(self.config, self.old.items()) for name in "ab"}
+        self.engines = engines or {name: Engine(self.config, self.old.items()) for name in "ab"}
+        self.damage = lambda name, tensor: tensor
+        self.found: list[str] = []
         is_drafter = set(name_table(self.config).drafter_names).__contains__
         self.health = Health(
             Pusher(self.engines),
@@ -77,19 +63,19 @@ class Room:
             PROMPTS,
             settings=HealthSettings(canary_tokens=24, canary_share=1.0),
         )
-        self.first = self.health.push(0, lambda scope: self.old.items())
-        assert not self.first.verdict.records and self.first.canaries["a"].accept_length > 2.0
+        first = self.health.push(0, lambda scope: self.old.items())
+        assert not first.verdict.records and first.canaries["a"].accept_length > 2.0
 
-    def push(self):
-        report = self.health.push(1, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
+    def push(self, version=1):
+        report = self.health.push(version, lambda scope: ((n, self.damage(n, t)) for n, t in self.new.items()))
         self.found += [line.split(":")[0] for record in report.verdict.records for line in record["found"]]
         return report
 
-    def rollout(self, engine="b"):
-        requests = [Request(f"r{i:03d}", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+    def rollout(self, engine="b", version=1):
+        requests = [Request(f"r{time.monotonic_ns()}-{i:03d}.", prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
         samples = self.engines[engine].generate(requests, SAMPLING)
         recomputed = [trainer_logprobs(self.config, self.new, sample.tokens) for sample in samples]
-        self.found += ["stamp"] if stamp_finding(samples, 1, 1) else []
+        self.found += ["stamp"] if stamp_finding(samples, version, version) else []
         self.found += logprobs_differ(samples, recomputed)
 
 
@@ -142,21 +128,23 @@ def on_the_wire(change):
     return fault
 
 
-def in_memory(change):
-    """Make a fault inside engine b after a good push, which only a later comparison can detect."""
+def behind_the_back(change, scope="all"):
+    """Make a fault inside engine b after a good push: its loader gets tensors without the pusher."""
 
     def fault(room):
         room.push()
         assert not room.found
-        change(room.engines["b"], room)
+        room.engines["b"].update_weights(1, change(room).items(), scope)
         room.found += differing(room.health.pusher)
 
     return fault
 
 
 def old_version(room):
-    room.engines["b"].skip = True
-    room.push()
+    with pytest.MonkeyPatch.context() as skipped:
+        for step in ("begin_update", "send", "end_update"):
+            skipped.setattr(room.engines["b"], step, lambda *_: None)
+        room.push()
     room.found += differing(room.health.pusher, ["b"])
 
 
@@ -185,10 +173,10 @@ def not_a_number(room):
         room.rollout()
 
 
-def zeroed(engine, room):
-    for name in room.new:
-        if name.startswith(MTP):
-            engine.memory(name).zero_()
+def with_nan(room):
+    tensor = room.new["model.norm.weight"].clone()
+    tensor[3] = float("nan")
+    return {**room.new, "model.norm.weight": tensor}
 
 
 # Name as in the table of docs/weights.md -> injection, and the detector that must fire.
@@ -237,11 +225,11 @@ FAULTS = {
     "wire: killed half-way": (killed_half_way, "session"),
     "engine: old version on one of two": (old_version, "fingerprint"),
     "engine: restarted with old weights": (restarted, "stamp"),
-    "engine: drafter zeroed": (in_memory(zeroed), "fingerprint"),
-    "engine: NaN in one tensor": (
-        in_memory(lambda e, r: e.memory("model.norm.weight")[3:4].fill_(float("nan"))),
+    "engine: drafter zeroed": (
+        behind_the_back(lambda r: {n: torch.zeros_like(t) for n, t in r.new.items() if n.startswith(MTP)}, "drafter"),
         "fingerprint",
     ),
+    "engine: NaN in one tensor": (behind_the_back(with_nan), "fingerprint"),
 }
 
 
