@@ -4,7 +4,7 @@ import pytest
 import torch
 from host_reads import HostReads
 
-from megatron_rlspec.push.fingerprint import Difference, compare, fingerprint, fingerprints, of_parts
+from megatron_rlspec.push.fingerprint import Difference, compare, fingerprint, of_parts
 
 ROW = 1 << 16  # words of 8 bytes
 
@@ -99,11 +99,6 @@ def test_differences_are_listed_by_name():
     assert str(difference) == (
         "lacks layer.7; has besides extra; holds otherwise layer.1, layer.2, layer.3, layer.4 and 1 more"
     )
-
-
-def test_fingerprints_of_several_tensors_are_those_of_each():
-    tensors = [torch.randn(5), torch.randn(3, 3, dtype=torch.float64), torch.empty(0)]
-    assert fingerprints(tensors) == [fingerprint(tensor) for tensor in tensors] and fingerprints([]) == []
 
 
 def test_a_gpus_fingerprints_are_those_of_a_cpu():

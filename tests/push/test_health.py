@@ -141,15 +141,6 @@ def test_an_engine_whose_target_stays_wrong_leaves_the_rotation():
         push(health, 1)
 
 
-def test_an_engine_that_has_left_asks_for_no_canary():
-    engines = {"a": MemoryEngine("a"), "b": MemoryEngine("b")}
-    health = healthy(engines, canary_first=1, canary_share=1e-9)
-    engines["b"].wire = lambda n, t: (n, torch.zeros_like(t) if n == "lm_head.weight" else t)
-    assert push(health, 0).serving == ("a",)
-    del engines["b"]
-    assert not push(health, 1).canaries
-
-
 def test_a_run_without_speculation_checks_stamps_only():
     engines = {"a": MemoryEngine(acceptance=0.0)}
     health = Health(Pusher(engines), is_drafter, None, PROMPTS, settings=HealthSettings(canary_share=1.0))

@@ -99,14 +99,6 @@ def test_a_healthy_run_is_not_disturbed(run):
     assert run.events() == []
 
 
-@pytest.mark.parametrize("run", [{"spec__num_steps": "0"}], indirect=True)
-def test_a_run_without_drafts_asks_no_canary_to_draft(run):
-    """An engine that was started without drafts cannot."""
-    metrics = run.push(1)
-    assert metrics["health/serving_engines"] == 1 and "health/canary_accept_length" not in metrics
-    assert run.engine.choice.present == OFF
-
-
 def test_an_exporters_bug_turns_speculation_off_with_a_record(run):
     run.push(1)
     metrics = run.push(2, half_swap)
@@ -157,6 +149,11 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
     after.close()
 
 
-@pytest.mark.parametrize("run", [{"spec__mode": "off"}], indirect=True)
-def test_without_a_drafter_in_use_pushes_succeed(run):
-    assert "health/canary_accept_length" not in run.push(1) and run.events() == []
+@pytest.mark.parametrize(
+    "run", [{"spec__num_steps": "0"}, {"spec__mode": "off"}], ids=["no drafts", "off"], indirect=True
+)
+def test_a_run_without_drafts_asks_no_canary_to_draft(run):
+    """An engine that was started without drafts cannot."""
+    metrics = run.push(1)
+    assert metrics["health/serving_engines"] == 1 and "health/canary_accept_length" not in metrics
+    assert run.engine.choice.present == OFF and run.events() == []

@@ -51,23 +51,3 @@ def test_a_bias_that_is_not_0_is_refused(llama, tmp_path):
     with pytest.raises(CheckpointError, match="biases of q, k and v that are not 0"):
         convert(plan(tmp_path / "biased", tmp_path / "x"))
     assert not (tmp_path / "x").exists()
-
-
-def test_vllm_finds_every_tensor_of_its_mimo_drafter(llama):
-    """vLLM chooses MiMo's drafter by the architecture, and renames as its `mimo_mtp.py` says: by hand here."""
-    config, tensors = read_hf(llama / "with-drafter")
-    assert config["architectures"][0] == "MiMoForCausalLM" and config["num_nextn_predict_layers"] == 1
-    outside = {"token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"}
-    stacked = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
-    stacked["up_proj"] = "gate_up_proj"
-    found = set()
-    for name in tensors:
-        if not name.startswith("model.mtp_layers.0."):
-            continue
-        parts = name.removeprefix("model.mtp_layers.0.").split(".")
-        inner = "" if parts[0] in outside else "mtp_block."
-        found.add(inner + ".".join(stacked.get(part, part) for part in parts))
-    block = ["self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"]
-    block += ["mlp.gate_up_proj.weight", "mlp.down_proj.weight"]
-    block += ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    assert found == {f"{name}.weight" for name in outside} | {f"mtp_block.{name}" for name in block}

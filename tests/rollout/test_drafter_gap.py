@@ -53,17 +53,15 @@ class Requests:
     def tokens(self, rid, start, count):
         return [1000 * ord(rid) + start + i for i in range(count)]
 
-    def round(self, accepted=None, current=()):
-        """Run one round: off, or with accepted[request] of 3 tokens, read by the drafters of the `current` requests."""
+    def round(self, accepted=None):
+        """Run one round: off, or with accepted[request] of 3 tokens."""
         width = 1 if accepted is None else 3
         rows = [t for rid in self.length for t in self.tokens(rid, self.length[rid], width)]
         tokens = torch.tensor(rows)
         counts = None if accepted is None else torch.tensor([accepted[rid] for rid in self.length])
-        self.gap.record(self.reqs(), tokens[:, None] / 2, tokens, counts, [list(self.length).index(r) for r in current])
+        self.gap.record(self.reqs(), tokens[:, None] / 2, tokens, counts, [])
         for i, rid in enumerate(self.length):
             self.length[rid] += 1 if counts is None else int(counts[i])
-            if rid in current:
-                self.seen[rid] = self.length[rid]
 
     def batch(self):
         ends = torch.tensor(list(self.length.values()))

@@ -124,17 +124,6 @@ def test_while_an_update_is_open_nothing_is_generated(server: Server) -> None:
     assert server.text() == before
 
 
-def test_an_update_ends_stale_prefixes(server: Server) -> None:
-    """The same prompt before and after: its cached prefix is of the old weights."""
-    before = server.text()
-    server.engine.update_weights(6, tripled().items())
-    cached = server.text()
-    fresh = server.text(name="other")
-    assert cached == fresh
-    server.engine.update_weights(7, WEIGHTS.items())
-    assert server.text() == before
-
-
 def test_another_clients_bucket_never_enters(server: Server) -> None:
     session = server.begin()
     for wrong in ("0" * 32, secrets.token_hex(16)):
@@ -198,14 +187,6 @@ def test_an_update_that_sent_nothing_does_not_stop_samples(server: Server) -> No
     assert text == alone
 
 
-def test_a_bucket_whose_client_leaves_holds_nothing(server: Server) -> None:
-    session = server.begin()
-    server.send(f"weights/bucket?session={session}", b"x" * 100, announced=10_000).close()
-    assert server.post(f"weights/bucket?session={session}", data=save({NORM: WEIGHTS[NORM]})).json() == {}
-    assert server.post(f"weights/end?session={session}").json() == {}
-    assert server.text()
-
-
 def test_ids_are_the_clients_own(server: Server) -> None:
     """Clients use equal ids and prefixes of others'. One leaves, one aborts; the third has its whole text."""
     alone = server.engine.generate([sample("alone")], LONG)[0].response.tolist()
@@ -240,14 +221,12 @@ def asked(**changes: object) -> dict[str, object]:
     return {"requests": [{"id": "a", "input_ids": [11], "sampling": {"max_new_tokens": 4}} | changes]}
 
 
-BUCKET = "weights/bucket?session=SESSION"
 JOIN = {"address": "127.0.0.1", "port": 9, "size": 2, "group": "rlspec-a", "backend": "gloo"}
 MALFORMED = [
     ("generate", b"\xff\xfe{}", "the body is not JSON"),
     ("generate", asked(sampling={"stop": ["a"]}), "sampling.stop needs a tokenizer"),
     ("control/set_config", {"config": 4}, "cannot run k4; it was launched with"),
     ("control/set_spec_rule", {"spec_rule": {}}, "no field 'roofline'"),
-    (BUCKET, save({NORM: torch.ones(8, 8)}), "is [8, 8], but the engine's is [64]"),
     ("weights/join?session=SESSION", JOIN, "cannot connect to the trainer at 127.0.0.1:9: Connection refused"),
     (
         "weights/receive?session=SESSION",

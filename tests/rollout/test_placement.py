@@ -31,11 +31,10 @@ APART = "disaggregated"
         (GpuLayout(), {}, Http),
         (GpuLayout(), {"push.transport": "group"}, GroupBroadcast),
         (GpuLayout("disaggregated", ("0",), (("1",),)), {}, GroupBroadcast),
-        (GpuLayout("disaggregated", ("0",), (("1",),)), {"push.transport": "http"}, Http),
         (GpuLayout("colocated", ("0",), (("0",),)), {}, Handles),
         (GpuLayout("colocated", ("0", "1"), (("0",), ("1",))), {}, GroupBroadcast),
     ],
-    ids=["not placed", "asked for", "disaggregated", "http, disaggregated", "one card", "two cards"],
+    ids=["not placed", "asked for", "disaggregated", "one card", "two cards"],
 )
 def test_pushes_travel_as_the_engines_are_placed(layout, options, way, tmp_path):
     """An engine opens the memory of the only GPU. A group goes from GPU to GPU, or over gloo to shared ones."""

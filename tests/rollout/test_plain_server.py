@@ -86,7 +86,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "filtered": {"top_p": 0.8, "top_k": 20, "min_p": 0.02},
     "frequency": {"frequency_penalty": 1.0},
-    "presence": {"presence_penalty": 1.5},
     "repetition": {"repetition_penalty": 1.5},
     "least tokens": {"min_new_tokens": 12, "ignore_eos": False, "logit_bias": {"2": 3.0}},
     "logit bias": {"logit_bias": {"40": 4.0, "50": 4.0}},
@@ -117,7 +116,7 @@ def without_drafts(server: Server, **sampling: Any) -> list[list[int]]:
 @pytest.mark.lossless
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_drafts_change_no_text(server: Server, name: str) -> None:
-    drafts = name not in ("frequency", "presence", "repetition", "least tokens")  # penalties: none
+    drafts = name not in ("frequency", "repetition", "least tokens")  # penalties: none
     assert text_and_drafts(server, **SAMPLINGS[name]) == (without_drafts(server, **SAMPLINGS[name]), drafts)
 
 

@@ -635,20 +635,6 @@ def test_the_canary_finds_a_wrong_drafter_that_fingerprints_cannot(engines: dict
     engine.update_weights(0, WEIGHTS.items())
 
 
-@pytest.mark.slow
-def test_an_engine_of_a_fixed_number_of_drafts_can_be_held(engines: dict[str, SGLangEngine]) -> None:
-    engine = engines["unkeyed"]
-    engine.set_config(k(3))
-    ran = []
-    for held in ("a bad push", ""):
-        engine.hold(held) if held else engine.release()
-        engine.stats()
-        engine.generate(requests(2), Sampling(max_new_tokens=8, ignore_eos=True))
-        ran.append({str(one.config) for one in engine.stats()})
-        assert engine.describe()["held"] == held
-    assert ran == [{"off"}, {"k3"}]
-
-
 def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGLangEngine], monkeypatch) -> None:
     engine = engines["plain"]
     monkeypatch.setenv("RLSPEC_API_KEY", "right-key")

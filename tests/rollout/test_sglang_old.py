@@ -86,16 +86,6 @@ def test_text_does_not_depend_on_speculation(engines):
     assert texts(generate(engines["unkeyed"], "unkeyed", **sampling)) != plain
 
 
-def test_drafts_take_the_verifiers_noise(engines):
-    """A drafter whose distribution is the target's drafts what the target samples."""
-    engine = engines["adaptive"]
-    assert engine.describe()["drafts"] == "coupled"
-    engine.set_config(k(3), 1.0)
-    engine.update_weights(7, tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"]).items())
-    assert rate(generate(engine, "coupled", tokens=13, temperature=1.0)) == 1.0
-    engine.update_weights(8, WEIGHTS.items())
-
-
 def test_the_pushed_drafter_is_the_one_that_drafts(engines):
     engine = engines["adaptive"]
     engine.set_config(k(3))
