@@ -76,12 +76,6 @@ def test_flipped_signs_do_not_cancel():
         assert fingerprint(flipped) != whole
 
 
-def test_kinds_of_zero_and_nan_differ():
-    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
-    quiet = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert fingerprint(quiet[:1]) != fingerprint(quiet[1:])
-
-
 def test_layout_in_memory_does_not_matter():
     tensor = torch.randn(65, 33).bfloat16()
     assert fingerprint(tensor.T.contiguous().T) == fingerprint(tensor)

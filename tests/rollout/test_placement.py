@@ -56,15 +56,6 @@ def test_engines_on_all_cards_read_rank_0s_memory_if_they_can(monkeypatch, tmp_p
     assert isinstance(ServedEngines(load(None), tmp_path, layout)._transport, way)
 
 
-@pytest.mark.parametrize(("ranks", "tensor", "shared"), [(4, 2, ()), (8, 4, "abcdefgh")])
-def test_every_gpu_is_given_away_once(ranks, tensor, shared):
-    layout = place("abcdefgh", ranks, 2, tensor, "auto")
-    of_engines = [gpu for engine in layout.engines for gpu in engine]
-    assert layout.train == tuple("abcdefgh")[:ranks]  # rank i uses the i-th GPU that it sees
-    assert [len(engine) for engine in layout.engines] == [tensor, tensor]
-    assert sorted([*layout.train, *of_engines]) == sorted([*"abcdefgh", *shared])
-
-
 @pytest.mark.parametrize(
     ("mode", "ranks", "seen"), [(APART, 4, ["4,5", "6,7"]), ("colocated", 8, ["0,1,2,3", "4,5,6,7"])]
 )

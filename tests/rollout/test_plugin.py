@@ -6,8 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +15,6 @@ import tiny_mimo
 import torch
 
 from megatron_rlspec.noise import murmur3
-from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.rollout.sglang.client.launcher import launch
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.types import Prompt, Request, Sampling
 
@@ -44,9 +40,8 @@ def test_a_server_with_options_that_the_rule_never_ran_under_ends(tmp_path: Path
     with pytest.raises(AssertionError) as ended, plain_server.started(model, tmp_path, "1", options):
         raise RuntimeError("it serves")
     last = str(ended.value).strip().splitlines()[-1]
-    assert last.startswith(
-        f"rlspec: RLSPEC_SGLANG is set with --speculative-adaptive, but engines whose ranks attend to requests of their own"
-    )
+    told = "RLSPEC_SGLANG is set with --speculative-adaptive, but engines whose ranks attend to requests of their own"
+    assert last.startswith(f"rlspec: {told}")
 
 
 @pytest.mark.parametrize(("version", "adapter"), [("0.5.16.post2.dev3+g1a", "0.5.16"), ("0.5.23.dev4", "0.5.23")])
@@ -79,32 +74,16 @@ def test_the_largest_hash_samples_no_improbable_token():
 
 
 CONFIG = tiny_mimo.config(hidden=64, layers=4, heads=4, kv_heads=2, ffn=128, vocab=512)
-SERVE = ["--device", "cpu", "--dtype", "float32", "--max-total-tokens", "2048", "--max-running-requests", "8"]
-ADAPTIVE = ["--spec", "adaptive", "--candidate-steps", "0,1,2", "--drafts", "argmax"]
-
-
-@contextmanager
-def served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
-    cores = "|".join(2 * [",".join(map(str, sorted(os.sched_getaffinity(0))))])
-    environment = {"SGLANG_CPU_OMP_THREADS_BIND": cores}
-    arguments = [*SERVE, *ADAPTIVE, "--tp", "2"]
-    with launch(model, folder / "log", arguments=arguments, environment=environment) as process:
-        yield SGLangEngine.of(process.wait(), timeout=300)
-
-
-@contextmanager
-def plain_served(model: Path, folder: Path) -> Iterator[SGLangEngine]:
-    """Start SGLang's own `launch_server` with the plugin."""
-    with plain_server.started(model, folder, json.dumps({"drafts": "argmax"})) as engine:
-        yield engine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [served, plain_served], ids=["two ranks", "plain server"])
-def test_refused_drafts_are_off_without_a_rule_given(start, tmp_path: Path) -> None:
+def test_refused_drafts_are_off_without_a_rule_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In SGLang's own `launch_server`, with two ranks."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores}|{cores}")
     model = tiny_mimo.write(tmp_path / "model", CONFIG, tiny_mimo.weights(CONFIG))
     asked = [Request(f"r-{i}.", Prompt(i, np.arange(1, 9)), i) for i in range(8)]
-    with start(model, tmp_path) as engine:
+    with plain_server.started(model, tmp_path, json.dumps({"drafts": "argmax"}), ["--tp=2"]) as engine:
         engine.generate(asked, Sampling(max_new_tokens=120, ignore_eos=True))
         rounds = engine.stats()
         report = engine.spec_rule_report()

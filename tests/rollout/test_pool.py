@@ -238,12 +238,6 @@ def test_no_sample_is_lost_or_doubled_when_an_engine_dies(in_flight: int) -> Non
     assert len(pool.generate(requests(2), SAMPLING)) == 8
 
 
-def test_no_engine_left() -> None:
-    pool = EnginePool(named([Engine("a", dies_after=3), Engine("b", dies_after=5)]))
-    with pytest.raises(EngineError, match="no engine is left; the last one failed with: [ab]: gone"):
-        pool.generate(requests(10), SAMPLING)
-
-
 class Refusing(Engine):
     """Refuses the requests of prompt 3, and every rule."""
 

@@ -124,11 +124,6 @@ def test_what_sglang_would_complete_to_an_option_of_ours_is_refused(words: list[
     assert capsys.readouterr().err.startswith(f"rlspec serve: unknown option {words[0].split('=')[0]}; did you mean --")
 
 
-def test_the_address_of_an_engine_can_be_asked() -> None:
-    for host, url in (("::1", "http://[::1]:30000"), ("127.0.0.1", "http://127.0.0.1:30000")):
-        assert serve._url(serve.parsed(["--model", "m", "--host", host])[0]) == url
-
-
 def test_sglang_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SGLang's package for GPUs on a machine without a driver, which says twenty lines."""
     monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints", None)
