@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tiny_mimo
 
@@ -109,19 +108,6 @@ def test_weights_under_attention_data_parallelism_are_checked_by_delivery(argume
     given = {"dp_size": 1, "enable_eplb": False, "ep_num_redundant_experts": 0} | arguments
     with pytest.raises(served_weights.UnnamedError, match="under attention data parallelism"):
         list(served_weights.of_scheduler(SimpleNamespace(server_args=SimpleNamespace(**given))))
-
-
-def test_the_first_rounds_of_an_engine_are_not_timed(monkeypatch):
-    """They compile kernels. Plain rounds are the first ones, and drafting would seem to save what compiling took."""
-    durations = [0.0, *[0.1] * (rounds.WARM_UP - 1), *[0.005] * 4]
-    clock = iter(np.cumsum(durations).tolist())
-    monkeypatch.setattr(rounds.time, "perf_counter", lambda: next(clock))
-    log = rounds.TimedRounds()
-    for _ in durations:
-        log.observe(decisions.DecodeRound(SpecConfig(1), 40, None), [1, 0], 2, 2, last=False)
-    [stats] = log.take()
-    assert stats.rounds == 4 and stats.ms == pytest.approx(20)
-    assert stats.accepted == (len(durations), len(durations))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

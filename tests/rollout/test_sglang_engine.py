@@ -21,7 +21,6 @@ import pieces
 import pytest
 import tiny_mimo
 import torch
-from certain_costs import certain
 from taking_turns import taking_turns
 
 from megatron_rlspec.engine import EngineError
@@ -361,74 +360,6 @@ def test_a_stop_string_ends_the_text_whatever_is_drafted(engines: dict[str, SGLa
 
 def delivered_tokens(sample: Sample) -> int:
     return sum((1 + i) * rounds for i, rounds in enumerate(sample.accepted))
-
-
-@pytest.mark.slow
-def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(
-    engines: dict[str, SGLangEngine], late: int = 0
-) -> None:
-    """While off, the drafters of 3 of 12 requests catch up in trials; the others draft at random in those rounds.
-
-    By this rule's costs, drafting is faster once contexts are long. From then on, a round accepts the same drafts as in
-    a run whose drafter was never off, if both start the round at the same token. So its cache lacks nothing.
-
-    late  samples, at most, that had ended when the last round of the whole batch was launched; these draft nothing
-    """
-    engine = engines["adaptive"]
-    asked = requests(12, "some")
-    sampling = Sampling(temperature=0.3, max_new_tokens=260, ignore_eos=True)
-    computing = Roofline(0.0, token_ms=1 / 32, context_ms=1 / 150, drafter=0.1)
-    rule = certain(computing, [OFF, SpecConfig(3)])
-    try:
-        engine.update_weights(1, half_wrong_drafter().items())
-        engine.set_config(k(3))
-        always = list(engine.generate(asked, sampling))
-        engine.set_spec_rule(rule)
-        engine.stats()
-        sometimes = list(engine.generate(asked, sampling))
-        stats = engine.stats()
-        report = engine.spec_rule_report()
-    finally:
-        engine.set_config(k(3))
-        engine.update_weights(0, WEIGHTS.items())
-    assert texts(always) == texts(sometimes)
-    # Rounds of the whole batch: a round of a trial counts the drafts of 3 requests only.
-    [whole] = [s for s in stats if (s.config, s.batch) == (SpecConfig(3), len(asked))]
-    uncounted = whole.rounds * len(asked) - sum(whole.accepted)
-    assert report["probes"] > 1 and 9 <= uncounted <= 9 * report["probes"] + late
-    both = [
-        (before[start], after[start])
-        for before, after in zip(map(rounds_of, always), map(rounds_of, sometimes), strict=True)
-        for start in set(before) & set(after)
-    ]
-    assert all(a == b for a, b in both), [pair for pair in both if pair[0] != pair[1]]
-    assert len(both) > 50 and 10 < sum(a > 0 for a, _ in both) < len(both)
-
-
-@pytest.mark.slow
-def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: dict[str, SGLangEngine]) -> None:
-    """Turn 1 runs without drafts. Turn 2 takes its prefix from SGLang's tree, and drafts as if never off."""
-    engine = engines["adaptive"]
-    sampling = Sampling(temperature=0.3, max_new_tokens=100, ignore_eos=True)
-
-    def turns(version: int, first: SpecConfig) -> list[list[Sample]]:
-        engine.update_weights(version, half_wrong_drafter().items())  # empties the tree
-        engine.set_config(first)
-        done = [list(engine.generate(requests(6, f"one-{version}"), sampling))]
-        engine.set_config(k(3))
-        prompts = [Prompt(i, np.concatenate([s.tokens, [5, 6, 7]])) for i, s in enumerate(done[0])]
-        later = [Request(f"two-{version}-{i:03d}.", prompt, seed=2000 + i) for i, prompt in enumerate(prompts)]
-        return [*done, list(engine.generate(later, sampling))]
-
-    try:
-        always = turns(80, k(3))
-        again = turns(81, OFF)
-    finally:
-        engine.set_config(k(3))
-        engine.update_weights(0, WEIGHTS.items())
-    assert [texts(turn) for turn in always] == [texts(turn) for turn in again]
-    assert [s.accepted for s in again[1]] == [s.accepted for s in always[1]]
-    assert any(sum(s.accepted[1:]) > 10 for s in always[1])
 
 
 def test_pushed_weights_are_the_served_ones(engines: dict[str, SGLangEngine]) -> None:

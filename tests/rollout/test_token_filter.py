@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import hypothesis.strategies as st
@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 
 from megatron_rlspec import token_filter
-from megatron_rlspec.rollout.sglang.scheduler import verifier
 
 ALL = 1 << 30  # SGLang's top_k of a request without one
 VOCABULARY = 151_680  # MiMo-7B
@@ -22,19 +21,6 @@ def sampler(sglang_models: ModuleType) -> ModuleType:
     from sglang.srt.layers import sampler
 
     return sampler
-
-
-def test_a_request_without_a_seed_gets_one_of_its_own():
-    """Otherwise the samples of a group would all have one noise, and one text."""
-
-    def request(name: str, seed: int | None) -> SimpleNamespace:
-        return SimpleNamespace(rid=name, sampling_params=SimpleNamespace(sampling_seed=seed))
-
-    batch = SimpleNamespace(reqs=[request("a", None), request("b", None), request("c", 0), request("d", 7)])
-    batch.device = "cpu"
-    first, again = (verifier._keep_seeds(SimpleNamespace(sampling_seed=None), None, batch, 8) for _ in range(2))
-    seeds = first.sampling_seed.tolist()
-    assert len({*seeds}) == 4 and seeds[2:] == [0, 7] and seeds == again.sampling_seed.tolist()
 
 
 def kept_by_sglang(
