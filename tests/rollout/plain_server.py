@@ -1,7 +1,7 @@
-"""Start SGLang's own server on a CPU, in any version that is importable: `python plain_server.py MODEL PORT STEPS ...`.
+"""Start SGLang's own server on a CPU, in any version that is importable: `python plain_server.py MODEL PORT ...`.
 
-The plugin is active if RLSPEC_SGLANG is set, as in a server that slime starts. `rlspec serve` is not used. Arguments
-after the steps are SGLang's. `started` runs it from a test.
+The plugin is active if RLSPEC_SGLANG is set, as in a server that slime starts. `rlspec serve` is not used. The other
+arguments are SGLang's. `started` runs it from a test.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def started(
     environment = os.environ | {"TMPDIR": str(folder), "RLSPEC_SGLANG": settings}
     inherited = os.environ.get("PYTHONPATH", "")
     environment["PYTHONPATH"] = os.pathsep.join([*path, str(HERE.parent.parent), inherited])
-    command = [sys.executable, "-W", "ignore", str(HERE / "plain_server.py"), str(model), str(port), "2", *more]
+    command = [sys.executable, "-W", "ignore", str(HERE / "plain_server.py"), str(model), str(port), *more]
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -59,7 +59,7 @@ def answers(engine: SGLangEngine) -> bool:
     return True
 
 
-def main(model: str, port: str, steps: str, *more: str) -> None:
+def main(model: str, port: str, *more: str) -> None:
     from megatron_rlspec.rollout.sglang.http import plugin, serve
     from megatron_rlspec.rollout.sglang.scheduler import versions
 
@@ -70,7 +70,7 @@ def main(model: str, port: str, steps: str, *more: str) -> None:
     sglang.prepare_cpu()
     serve._fork_children()
     adaptive = Path(model, "adaptive.json")
-    adaptive.write_text(json.dumps({"1": {"candidate_steps": list(range(int(steps) + 1))}}))
+    adaptive.write_text(json.dumps({"1": {"candidate_steps": [0, 1, 2]}}))
 
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
@@ -81,8 +81,8 @@ def main(model: str, port: str, steps: str, *more: str) -> None:
     if not Path(model, "tokenizer.json").is_file():
         arguments.append("--skip-tokenizer-init")
     arguments += ["--sampling-backend=pytorch", "--max-running-requests=8", "--max-total-tokens=2048"]
-    arguments += ["--speculative-algorithm=EAGLE", f"--speculative-num-steps={steps}", "--speculative-eagle-topk=1"]
-    arguments += [f"--speculative-num-draft-tokens={int(steps) + 1}", "--weight-version=0", "--log-level=info"]
+    arguments += ["--speculative-algorithm=EAGLE", "--speculative-num-steps=2", "--speculative-eagle-topk=1"]
+    arguments += ["--speculative-num-draft-tokens=3", "--weight-version=0", "--log-level=info"]
     arguments += ["--speculative-adaptive", f"--speculative-adaptive-config={adaptive}", "--skip-server-warmup"]
     launch_server(prepare_server_args([*arguments, *serve._CPU_ARGUMENTS, *sglang.cpu_arguments, *more]))
 

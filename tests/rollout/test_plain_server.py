@@ -93,11 +93,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_log_says_what_is_in_force(server: Server) -> None:
-    line = (server.folder / "log").read_text().partition("rlspec: in force: ")[2].splitlines()[0]
-    assert line.startswith("verifier position_keyed, coupled drafts, 0,1,2 a round by the adaptive rule; sampling by")
-
-
 def text_and_drafts(server: Server, **sampling: Any) -> tuple[list[list[int]], bool]:
     """Return the texts of four seeds, and whether a round had drafts."""
     server.engine.stats()

@@ -201,36 +201,6 @@ def test_logprobs_are_those_of_an_independent_model(engines: dict[str, SGLangEng
             assert not sample.behaviour_logprobs[:start].any() and sample.loss_mask.sum() == 24
 
 
-def test_accept_length_follows_the_pushed_drafter(engines: dict[str, SGLangEngine]) -> None:
-    engine = engines["adaptive"]
-    asked = requests(8)
-    sampling = Sampling(temperature=0.3, max_new_tokens=32, ignore_eos=True)
-    engine.set_config(k(3))
-    good = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])
-
-    def accept_length() -> float:
-        rounds = np.zeros(4)
-        for sample in engine.generate(asked, sampling):
-            rounds[: len(sample.accepted)] += sample.accepted
-            spans = sample.accepted_spans
-            runs = [b - a for a, b in spans]
-            drafts = sum(i * n for i, n in enumerate(sample.accepted))
-            assert drafts == sum(runs) - sum(last == 32 for _, last in spans)  # the last round may be cut
-            assert all(1 <= run <= 3 for run in runs) and all(a > b for (_, b), (a, _) in itertools.pairwise(spans))
-        return 1 + float(rounds @ np.arange(4) / rounds.sum())
-
-    try:
-        target = {name: tensor for name, tensor in good.items() if "mtp_layers" not in name}
-        engine.update_weights(1, target.items(), scope="target")
-        random = accept_length()
-        engine.update_weights(2, ((n, t) for n, t in good.items() if n not in target), scope="drafter")
-        trained = accept_length()
-    finally:
-        engine.update_weights(0, WEIGHTS.items())
-    print(f"accept length: random drafter {random:.2f}, agreeing drafter {trained:.2f}")
-    assert random < 1.3 and trained > 2
-
-
 def half_wrong_drafter() -> dict[str, torch.Tensor]:
     """Make an agreeing drafter half wrong, by its hidden states and by its attention."""
     drafter = tiny_mimo.agreeing(WEIGHTS, CONFIG["vocab_size"])

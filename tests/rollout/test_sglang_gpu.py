@@ -77,7 +77,6 @@ def test_text_does_not_depend_on_speculation(engines: Engines, name: str) -> Non
     "check",
     [
         same.test_the_identity_test_detects_a_sampler_that_is_not_keyed,
-        same.test_accept_length_follows_the_pushed_drafter,
         same.test_drafting_after_off_equals_drafting_after_step_0,
         overlap.test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all,
         overlap.test_a_later_turn_finds_no_hole_in_the_drafters_cache,

@@ -17,25 +17,16 @@ LAYERS = 8  # so that SGLang's own choice of layers, 2, 4 and 5, is three differ
 
 
 def target_config(**changes: Any) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "hidden_act": "silu",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    } | changes
+    config = tiny_mimo.config(HIDDEN, LAYERS, heads=4, kv_heads=2, ffn=128, vocab=VOCAB)
+    of_mimo = (
+        "attention_bias",
+        "num_nextn_predict_layers",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+    )
+    config = {name: value for name, value in config.items() if name not in of_mimo}
+    return config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10000} | changes
 
 
 def drafter_config(**changes: Any) -> dict[str, Any]:
