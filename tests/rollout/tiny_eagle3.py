@@ -18,14 +18,14 @@ LAYERS = 8  # so that SGLang's own choice of layers, 2, 4 and 5, is three differ
 
 def target_config(**changes: Any) -> dict[str, Any]:
     config = tiny_mimo.config(HIDDEN, LAYERS, heads=4, kv_heads=2, ffn=128, vocab=VOCAB)
-    of_mimo = (
+    mimo = (
         "attention_bias",
         "num_nextn_predict_layers",
         "use_sliding_window",
         "sliding_window",
         "max_window_layers",
     )
-    config = {name: value for name, value in config.items() if name not in of_mimo}
+    config = {name: value for name, value in config.items() if name not in mimo}
     return config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 10000} | changes
 
 
