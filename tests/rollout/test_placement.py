@@ -1,9 +1,5 @@
 """Which GPUs ranks and engines get, what does not fit, and the environments in which engines are started."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,21 +134,13 @@ def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
     assert expected in str(refused.value)
 
 
-@pytest.mark.slow
-def test_an_engine_gets_no_more_than_sglang_would_take(tmp_path, gib=80):
-    (tmp_path / "config.json").write_text(
-        json.dumps(MIMO | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
-    )
-    asked = {"model_path": str(tmp_path), "max_running_requests": 256, "skip_tokenizer_init": True}
-    jobs = {str(tensor): [gib * GIB, asked | {"tp_size": tensor}] for tensor in (1, 2, 4)}
-    command = [sys.executable, "-W", "ignore", Path(__file__).with_name("sglang_memory.py"), json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 0, done.stderr[-2000:]
-    for tensor, theirs in json.loads(done.stdout.splitlines()[-1]).items():
-        config = load(None, {"placement.tensor": tensor, "rollout.engines": "1"})
-        engine = memory_estimate.engine_memory(config, MIMO, gib * GIB, 7_800_000_000)
-        ours = memory_estimate.engine_share(engine, gib * GIB).mem_fraction
-        assert theirs["share"] - 0.04 < ours <= theirs["share"], (tensor, ours, theirs)
+@pytest.mark.parametrize(("tensor", "theirs"), [(1, 0.83), (2, 0.829), (4, 0.826)])
+def test_an_engine_gets_no_more_than_sglang_would_take(tensor, theirs):
+    """`theirs` is the share of 80 GiB that SGLang 0.5.23 takes by itself, as its ServerArgs resolve it."""
+    config = load(None, {"placement.tensor": str(tensor), "rollout.engines": "1"})
+    engine = memory_estimate.engine_memory(config, MIMO, 80 * GIB, 7_800_000_000)
+    ours = memory_estimate.engine_share(engine, 80 * GIB).mem_fraction
+    assert theirs - 0.04 < ours <= theirs
 
 
 def test_heads_that_gpus_cannot_share_are_refused():
