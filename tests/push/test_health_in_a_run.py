@@ -153,7 +153,6 @@ def test_a_resumed_run_starts_with_the_state_of_the_stopped_one(run, tmp_path):
     "run", [{"spec__num_steps": "0"}, {"spec__mode": "off"}], ids=["no drafts", "off"], indirect=True
 )
 def test_a_run_without_drafts_asks_no_canary_to_draft(run):
-    """An engine that was started without drafts cannot."""
     metrics = run.push(1)
     assert metrics["health/serving_engines"] == 1 and "health/canary_accept_length" not in metrics
     assert run.engine.choice.present == OFF and run.events() == []

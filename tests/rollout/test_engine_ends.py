@@ -181,18 +181,6 @@ def test_ended_processes_that_nobody_waited_for_do_not_delay_the_close(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_get_far_removes_the_directory_that_it_was_given(tmp_path: Path) -> None:
-    """Its launcher may have been killed."""
-    directory = Path(tempfile.mkdtemp(prefix=scratch.PREFIX, dir=tmp_path))
-    command = [sys.executable, "-m", "megatron_rlspec.cli", "serve", "--model", "none"]
-    environment = {**os.environ, "TMPDIR": str(directory)}
-    asked = [*command, "--port", "32103", f"--stop-with-parent={os.getpid()}"]
-    refused = subprocess.run(asked, capture_output=True, text=True, env=environment)
-    assert refused.returncode == 2 and "--model none: no config.json there" in refused.stderr
-    assert not ended(directory)
-
-
-@pytest.mark.slow
 def test_a_server_started_by_hand_cleans_up_after_ctrl_c(model: Path) -> None:
     """SIGINT becomes SIGTERM, which SGLang obeys."""
     with tempfile.TemporaryDirectory() as folder:  # a short path: those of sockets are limited

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,6 @@ def bodies(count: int, **more: Any) -> list[dict[str, Any]]:
     return asked
 
 
-def without_drafts(server: plain.Server, asked: list[dict[str, Any]]) -> list[list[int]]:
-    server.engine.hold("the text without drafts")
-    try:
-        return answered(server, asked)[0]
-    finally:
-        server.engine.release()
-
-
 EVEN: dict[str, dict[str, Any]] = {
     "grammar": GRAMMAR,
     "logit bias": {"logit_bias": {"40": 4.0, "50": 4.0}},
@@ -72,32 +65,31 @@ EVEN: dict[str, dict[str, Any]] = {
 }
 
 
+def lossless(server: plain.Server, asked: list[dict[str, Any]]) -> float:
+    """Return the verified drafts of a request and round, after a look at the texts."""
+    texts, verified = answered(server, asked)
+    assert texts == plain.without_drafts(server, partial(answered, server, asked))
+    return verified
+
+
 @pytest.mark.parametrize("name", ["plain", "filtered", "stop"])
 def test_a_usual_batch_verifies_what_is_worth_it(server: plain.Server, name: str) -> None:
-    asked = bodies(4, **plain.SAMPLINGS[name])
-    texts, verified = answered(server, asked)
-    assert texts == without_drafts(server, asked) and 0 <= verified < 0.3
+    assert 0 <= lossless(server, bodies(4, **plain.SAMPLINGS[name])) < 0.3
 
 
 @pytest.mark.parametrize("name", EVEN)
 def test_rounds_are_even_where_sampling_needs_even_rows(server: plain.Server, name: str) -> None:
-    asked = bodies(3, **EVEN[name])
-    texts, verified = answered(server, asked)
-    assert texts == without_drafts(server, asked) and verified == STEPS
+    assert lossless(server, bodies(3, **EVEN[name])) == STEPS
 
 
 def test_a_penalty_verifies_no_draft(server: plain.Server) -> None:
-    asked = bodies(3, frequency_penalty=1.0)
-    texts, verified = answered(server, asked)
-    assert texts == without_drafts(server, asked) and verified == 0
+    assert lossless(server, bodies(3, frequency_penalty=1.0)) == 0
 
 
 def test_one_grammar_makes_its_whole_batch_even(server: plain.Server) -> None:
     answered(server, bodies(1, **GRAMMAR))  # compiles the grammar, so that all four decode together
-    asked = [*bodies(3), *bodies(1, **GRAMMAR)]
-    texts, verified = answered(server, asked)
-    assert texts == without_drafts(server, asked)
-    assert 0.3 < verified < STEPS  # uneven again when the grammar's text has ended
+    # uneven again when the grammar's text has ended
+    assert 0.3 < lossless(server, [*bodies(3), *bodies(1, **GRAMMAR)]) < STEPS
 
 
 @pytest.mark.parametrize("mistake", ["accepts_one_more", "accepts_unverified"])

@@ -555,7 +555,6 @@ def test_an_engine_with_a_key_refuses_requests_without_it(engines: dict[str, SGL
 
 @pytest.mark.slow
 def test_sglang_is_unchanged_unless_the_plugin_is_enabled() -> None:
-    """In a new process, SGLang loads our entry point, which registers nothing and imports none of our hooks."""
     script = """
 from megatron_rlspec.rollout.sglang.cpu import stand_ins as cpu_stand_ins
 cpu_stand_ins.install()
@@ -594,12 +593,6 @@ def started(
     return end
 
 
-def fresh(n: int, tag: str, first: int) -> list[Request]:
-    """Requests of prompts that no other test has."""
-    prompts = [Prompt(i, np.random.default_rng(first + i).integers(3, 160, 20)) for i in range(n)]
-    return [Request(f"{tag}-{i:03d}.", prompt, seed=first + i) for i, prompt in enumerate(prompts)]
-
-
 @pytest.mark.lossless
 def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLangEngine]) -> None:
     """The round that an abort waits for can hold a stop token, and tokens after it; then the sample has ended."""
@@ -608,7 +601,8 @@ def test_an_aborted_sample_holds_no_token_after_its_end(engines: dict[str, SGLan
     engine = engines["adaptive"]
     samples: list[Sample] = []
     for seed in range(9300, 9800, 100):  # on a busy machine all may end before the first one is asked to leave
-        asked = fresh(32, f"ends{seed}", seed)
+        prompts = [Prompt(i, np.random.default_rng(seed + i).integers(3, 160, 20)) for i in range(32)]
+        asked = [Request(f"ends{seed}-{i:03d}.", prompt, seed=seed + i) for i, prompt in enumerate(prompts)]
         thread = threading.Thread(target=lambda asked=asked: samples.extend(engine.generate(asked, sampling)))
         thread.start()
         left: set[str] = set()
