@@ -1,8 +1,9 @@
-"""Top-k, top-p and min-p as SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`, without sorting the vocabulary.
+"""Top-k, top-p and min-p, with the result of SGLang's `top_k_top_p_min_p_sampling_from_probs_torch` before it samples.
 
-The tokens that stay are the first ones of a row in descending order. So they are known from their number and from the
-least probability among them. Both are found in the first `CUT` tokens of the order, if no more than these stay. Only
-rows in which more stay are sorted whole, a few at a time.
+SGLang sorts every row whole. Here only its `CUT` largest values are sorted. The tokens that stay are the first ones in
+descending order, so two numbers describe them: how many stay, and the smallest probability among them. If fewer than
+`CUT` stay, the `CUT` largest values give both. The other rows are then sorted whole, `WHOLE_ROWS` at a time, but not
+those without limits, in which all tokens stay.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def filtered(
     """Return probs [N, V] with everything outside top-k, top-p and min-p set to 0, in token order, not renormalised.
 
     top_ks, top_ps, min_ps [N]. Top-p counts the mass before a token over the unfiltered distribution, as SGLang does.
-    Of equal probabilities the lower token stays. A row without limits stays whole, whatever rounding makes of its mass.
-    `max_top_k`: at least every value of `top_ks`, if known. Up to `CUT`, this call does not wait for the device.
+    Of equal probabilities the lower token stays. A row without limits (top_k >= V, top_p >= 1 and min_p <= 0) stays
+    whole, whatever rounding makes of its mass.
+    `max_top_k`: the largest of `top_ks`, or any number above it; None: unknown. Below `CUT`, and if V is at most `CUT`,
+    this call does not wait for the device.
     """
     cut = min(CUT, probs.shape[-1])
     kept, complete = _first_of_order(probs, cut, top_ks, top_ps, min_ps)
@@ -58,8 +61,9 @@ def _first_of_order(
     if min_ps is not None:
         drop |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
         whole &= min_ps.view(-1, 1) <= 0
-    # tokens before the first one to drop
+    # Tokens before the first one to drop. The first token never is one: top_k >= 1, top_p >= 0 and min_p <= 1.
     count = (drop.cumsum(-1, dtype=torch.int32) == 0).sum(-1, keepdim=True)
+    # Tokens above `least` stay, and the first `ties` of those that equal it. 0.0 and V keep a row whole.
     least = ordered.gather(-1, count - 1).masked_fill_(whole, 0.0)
     ties = (count - (ordered > least).sum(-1, keepdim=True)).masked_fill_(whole, vocabulary)
     equal = probs == least

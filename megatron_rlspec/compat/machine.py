@@ -24,7 +24,8 @@ NEEDED = {
     "transformers": "transformers",
     "sglang": "sglang",
 }
-# Compiled against one torch and one CUDA: an import shows whether they fit. Module -> the package that has it.
+# Packages with code that is compiled for one torch and one CUDA. Whether it fits what is installed, only an import
+# shows. Module to import -> its package; a package that is not installed is not imported.
 COMPILED = {
     "torch": "torch",
     "transformer_engine.pytorch": "transformer_engine",
@@ -32,9 +33,12 @@ COMPILED = {
 }
 MODULES = (*NEEDED, "transformer_engine")
 IMPORT_SECONDS = 300
-# An engine keeps one buffer for weights there: 512 MiB, or the largest tensor, which is an embedding of up to 1.6 GB.
+# Of /dev/shm, where an engine receives weights in one buffer: of 512 MiB, or of its largest tensor's size, which is an
+# embedding of up to 1.6 GB.
 SHARED_BYTES_PER_GPU = 2 << 30
-BUILD_ENGINE = "pip install --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
+INSTALL_TRANSFORMER_ENGINE = (
+    "pip install --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def _missing(machine: Machine) -> Iterator[Lack]:
         yield Lack("torch is built without CUDA: install the build of requirements/gpu.txt")
     if "transformer_engine" not in machine.modules:
         yield Lack(
-            f"Transformer Engine is not installed, so training has no fast attention: {BUILD_ENGINE}"
+            f"Transformer Engine is not installed, so training has no fast attention: {INSTALL_TRANSFORMER_ENGINE}"
         )
     for module, error in machine.failures.items():
         yield Lack(
@@ -124,7 +128,7 @@ def gather() -> Machine:
     failures: dict[str, str] = {}
     for module, package in COMPILED.items():
         error = _import_error(module) if locate(f"{package}.__init__") else ""
-        # Where an image is built there is no driver, and a missing libcuda.so.1 is no fault of the package.
+        # While an image is built there is no driver. Then a missing libcuda.so.1 is no fault of the package.
         if error and (driver or "libcuda.so.1" not in error):
             failures[module] = error
     return Machine(

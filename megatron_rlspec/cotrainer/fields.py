@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlspec.packing.context_parallel import slice_for_cp
-from megatron_rlspec.packing.pack import predicted
+from megatron_rlspec.packing.pack import predicted_positions
 from megatron_rlspec.packing.shift import drafter_targets
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train.drafter_step import DrafterTargets
@@ -92,7 +92,7 @@ def drafter_fields(
     if sequences.seeds:
         # Acceptance is predicted at a part of many positions: a seed costs a hash for each token of the vocabulary.
         step_tokens = counts[0] if counts else 0.0
-        noise["seeds"] = share(seeds.masked_fill(~predicted(total, step_tokens), -1))
+        noise["seeds"] = share(seeds.masked_fill(~predicted_positions(total, step_tokens), -1))
         noise["positions"] = positions
     return DrafterFields(
         tokens=[share(x) for x in inputs],

@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# a second Ctrl-C after this time ends the process; an earlier one is an echo of the first
+# A second Ctrl-C later than this after the first one ends the process at once, without a checkpoint. An earlier one is
+# an echo of the first.
 FORCE_SECONDS = 1.0
-LAUNCHER_GONE_SECONDS = 120.0  # what a rank may take for its checkpoint once torchrun is gone
+# Once torchrun is gone, a rank has this time to write its checkpoint and to end by itself. Then it is ended.
+LAUNCHER_GONE_SECONDS = 120.0
 
 
 class Interrupted(BaseException):
@@ -29,10 +31,15 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-    """The reason to end this process, if there is one. After `install` it records signals and torchrun's death."""
+    """Records why this process is to end: after `install`, because of a signal or of torchrun's death.
+
+    reason     one line; "" until there is one
+    exit_code  of the process, once there is a reason
+    asked      set once there is a reason, for threads that wait
+    """
 
     def __init__(self, note: str = " before the first step") -> None:
-        """`note`: what the message of Interrupted says after the reason."""
+        """`note` follows the reason in the message of Interrupted."""
         self.reason = ""
         self._note = note
         self.exit_code = 1
@@ -90,6 +97,7 @@ class Interruption:
         while os.getppid() == launcher:
             time.sleep(0.5)
         self.ask("torchrun ended", 1)
+        # This thread cannot raise Interrupted in the main one. Before `defer` there is no checkpoint to wait for.
         if self._deferred:
             time.sleep(LAUNCHER_GONE_SECONDS)
         os._exit(1)

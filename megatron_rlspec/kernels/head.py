@@ -1,4 +1,9 @@
-"""Run the kernels of `loss_passes.py` over a chunk of logits [C, W]: of whole rows, or of this rank's words."""
+"""Launch the kernels of `loss_passes.py` over a chunk of the output head's logits, [C, W].
+
+`read` is the first pass. `write_label` or `write_against` is the second one: each replaces the logits by the gradient,
+so a chunk gets one of them, and once. W is the vocabulary, or this rank's words; results are of these words only.
+`losses/fused.py` joins the ranks' results.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from torch import Tensor
 from megatron_rlspec.kernels import loss_passes
 
 BLOCK = 1024  # words of a tile
+# arguments of `loss_passes.gradient` with one number a row; each KIND reads some of them, the others are None
 _ROWS = ("places", "on_logprob", "on_entropy", "entropies", "scales", "masses", "overlaps")
 
 
@@ -47,7 +53,15 @@ class Noise:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What `statistics` finds: [C] each, beaten [C, F]; undefined where it was not asked for."""
+    """What `read` finds in each row, over this rank's words; [C] each. z = logits / temperature.
+
+    peak    the largest z
+    total   Σ exp(z - peak)
+    second  for the entropy: Σ exp(z - peak) · (z - peak); for forward KL: Σ p · (log p - (z - peak)); else undefined
+    mass    for forward KL: Σ p; else undefined
+    best    int64: the column of the largest z, of equal ones the lowest
+    beaten  [C, F] bool: whether a word of this rank beats the label, or the row has no seed; F = 0 without noise
+    """
 
     peak: Tensor
     total: Tensor
@@ -65,7 +79,11 @@ def read(
     teacher: Teacher | None = None,
     noise: Noise | None = None,
 ) -> Statistics:
-    """Read the first `width` columns of each row once: for forward KL with a teacher, for the entropy if asked."""
+    """Read the first `width` columns of each row once.
+
+    With a teacher it is for forward KL, and `with_entropy` does not count. With a teacher and noise, give both
+    `teacher.columns` and `noise.words`, or neither: the kernel has one switch for them, MAPPED.
+    """
     kind = "none"
     if teacher is not None:
         kind = "forward_kl"
@@ -77,14 +95,15 @@ def read(
     factors = 0 if noise is None else len(noise.factors)
     slots = triton.next_power_of_2(max(factors, 1))
     beaten = best.new_empty(rows, slots)
-    draws = noise or Noise(logits, logits, logits, logits, logits)  # not read without factors
+    # Arguments that the kernel does not read, here and in `_teacher_arguments`, are `logits`: any tensor will do.
+    draws = noise or Noise(logits, logits, logits, logits, logits)
     if rows:
         loss_passes.statistics[(rows,)](
             logits,
             logits.stride(0),
             width,
             temperature,
-            *_given(teacher, logits),
+            *_teacher_arguments(teacher, logits),
             draws.seeds,
             draws.keys,
             draws.labels,
@@ -153,7 +172,7 @@ def _second_pass(
     teacher: Teacher | None,
     **rows: Tensor | None,
 ) -> None:
-    """Launch `loss_passes.gradient`, with those of its arguments about rows that its KIND reads."""
+    """Launch `loss_passes.gradient`. `rows`: those of `_ROWS` that its KIND reads."""
     if len(logits):
         loss_passes.gradient[(len(logits),)](
             logits,
@@ -161,7 +180,7 @@ def _second_pass(
             width,
             temperature,
             lse,
-            *_given(teacher, logits),
+            *_teacher_arguments(teacher, logits),
             **dict.fromkeys(_ROWS) | rows,
             KIND="label" if teacher is None else "forward_kl",
             MAPPED=_mapped(teacher),
@@ -173,7 +192,8 @@ def _mapped(teacher: Teacher | None) -> bool:
     return teacher is not None and teacher.columns is not None
 
 
-def _given(teacher: Teacher | None, logits: Tensor) -> list[Tensor | int | None]:
+def _teacher_arguments(teacher: Teacher | None, logits: Tensor) -> list[Tensor | int | None]:
+    """Return the kernels' arguments about a teacher, in their order."""
     if teacher is None:
         return [logits, 0, None, None, None]
     return [teacher.logits, teacher.logits.stride(0), teacher.rows, teacher.lse, teacher.columns]

@@ -1,4 +1,7 @@
-"""What the files of a model directory say of themselves: JSON objects, and the headers of safetensors. No torch."""
+"""Read a model directory without its weights: JSON objects, and name, shape and type of every tensor.
+
+torch is imported only to compare a tied head with the embedding.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ _FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 class Header:
     """One tensor as its file describes it.
 
-    path  of the file
-    name  the tensor's in the file
-    part  of that tensor, if it holds several: (expert, first row, row behind the last)
+    path   the file that holds it
+    shape  of this tensor; of the part alone, if `part` is set
+    name   its name in the file, which differs from its key in `read_headers` for a tied head and for single experts
+    part   where this tensor lies in the file's tensor of all experts: (expert, first row, row behind the last)
     """
 
     path: Path
@@ -65,8 +69,8 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     embedding = headers.setdefault(EMBEDDING, head)
     if embedding is not head and not _equal(embedding, head):
         raise CheckpointError(
-            f"{directory}: {HEAD} differs from {EMBEDDING}; expected tie_word_embeddings=false in config.json, for a "
-            "model with a head of its own"
+            f"{directory}: {HEAD} differs from {EMBEDDING}, but config.json says that they are one tensor; if the "
+            "model has a head of its own, set tie_word_embeddings=false there"
         )
     return headers
 
@@ -118,9 +122,12 @@ def _indexed_headers(directory: Path) -> dict[str, Header]:
         raise CheckpointError(f"{directory / INDEX}: no weight_map; expected the index of a model")
     headers: dict[str, Header] = {}
     for file in sorted(set(file_of.values())):
-        headers |= dict(headers_of(directory / Path(file).name))
+        here = Path(file).name  # an index never leads out of its directory
+        for name, header in headers_of(directory / here):
+            if file_of.get(name) == here:  # a second file can hold the tensor, too
+                headers[name] = header
     for name, file in file_of.items():
-        if name not in headers or headers[name].path.name != file:
+        if name not in headers:
             raise CheckpointError(f"{directory / file}: lacks {name}, which {INDEX} places there")
     return {name: headers[name] for name in file_of}
 
@@ -133,7 +140,7 @@ def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
 
 
 def open_safetensors(file: Path, framework: Literal["np", "pt"]) -> Any:
-    """Open a file as safetensors does, which reads its header only. Raises CheckpointError."""
+    """Open a safetensors file, of which only the header is read now. Raises CheckpointError."""
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file; expected safetensors")
     try:

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -21,9 +22,11 @@ from megatron_rlspec.packing.shift import drafter_targets, shift_packed
 from megatron_rlspec.types import PackedBatch, Sample
 
 Aggregation = Literal["token", "sample", "constant"]
-# Acceptance of coupled drafts costs a hash a word of the vocabulary. With so many tokens its standard error is 0.6 %.
-PREDICTED_TOKENS = 8192  # of a step, on all ranks
-WINDOW = 1024  # positions of a batch; the first ones of each are predicted
+# To predict the acceptance of a coupled draft, every word of the vocabulary is hashed, at every position. So a step
+# predicts it at about PREDICTED_TOKENS tokens, on all ranks together, with a standard error of 0.6 %: at the first
+# positions of each WINDOW of a micro-batch.
+PREDICTED_TOKENS = 8192
+WINDOW = 1024
 
 
 def pack(
@@ -78,24 +81,35 @@ def pack(
     learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
     learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt)
 
-    common = columns, padded_lengths, batch_unit, depth, counts, learnt_tokens, cp_size, cp_rank
+    micro_batch = partial(
+        _micro_batch,
+        columns=columns,
+        padded_lengths=padded_lengths,
+        batch_unit=batch_unit,
+        depth=depth,
+        counts=counts,
+        learnt_tokens=learnt_tokens,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
     batches = []
     for chosen in bins[dp_rank::dp_size]:
-        batch = _micro_batch(chosen, *common)
+        batch = micro_batch(chosen)
         if len(learnt) < len(samples):
-            part = _micro_batch([i for i in chosen if i in learnt], *common)
+            part = micro_batch([i for i in chosen if i in learnt])
             batch = replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
         batches.append(batch)
     return batches
 
 
-def predicted(total: int, tokens: float) -> Tensor:
-    """Return at which of a micro-batch's `total` positions acceptance is predicted, `[total]` bool, on the CPU.
+def predicted_positions(total: int, tokens: float) -> Tensor:
+    """Return the positions of a micro-batch at which acceptance is predicted: a mask `[total]`, on the CPU.
 
-    tokens  that the drafter learns from in the step, on all ranks
+    total   positions of the micro-batch
+    tokens  all tokens that the drafter learns from in the step, on all ranks
     """
     wanted = WINDOW * PREDICTED_TOKENS / max(1.0, tokens)
-    first = max(32, math.ceil(wanted))
+    first = max(32, math.ceil(wanted))  # some of every window, however large the step is
     return torch.arange(total) % WINDOW < first
 
 
@@ -209,7 +223,7 @@ def _counts(
     if aggregation == "sample":
         policy = float(len(lengths))
     elif aggregation == "constant":
-        assert constant_length
+        assert constant_length, "aggregation=constant needs constant_length"
         policy = float(len(lengths) * constant_length)
     return {
         "policy": policy or 1.0,
@@ -220,7 +234,10 @@ def _counts(
 
 
 def _rows_in(batch: PackedBatch, part: PackedBatch) -> Tensor:
-    """Return the row in `batch` of each position of `part`, which holds some of its samples; 0 for padding."""
+    """Return the row in `batch` of each position of `part`, which holds some of its samples; 0 for padding.
+
+    Both hold these samples in the same order, and each rank the same tokens of them: see `_micro_batch`.
+    """
     rows = torch.zeros(len(part.tokens), dtype=torch.int64)
     real = part.sequence_ids >= 0
     in_part = torch.isin(batch.sequence_ids, part.sequence_ids[real])
@@ -241,8 +258,10 @@ def _micro_batch(
 ) -> PackedBatch:
     """Place the chosen samples one after the other, shift, and return this rank's share.
 
-    The padding of the last sequence also fills the batch up to a multiple of `batch_unit`. Without samples the batch is
-    one sequence of padding, because kernels need at least one sequence.
+    The padding of the last sequence also fills the batch up to a multiple of `batch_unit`. With `cp_size` > 1 there is
+    nothing to fill, because every padded length is such a multiple. So a sample is cut the same way in every batch,
+    which `_rows_in` relies on. Without samples the batch is one sequence of padding, because kernels need at least one
+    sequence.
     """
     real = [len(columns["tokens"][i]) for i in chosen] or [0]
     padded = [padded_lengths[i] for i in chosen] or [0]
@@ -281,7 +300,7 @@ def _micro_batch(
     if "seeds" in columns:
         # of positions where acceptance is predicted; -1 elsewhere
         seeds = lay_out("seeds", -1)
-        here = predicted(total, learnt_tokens)
+        here = predicted_positions(total, learnt_tokens)
         noise_seeds = share(seeds.masked_fill(~here, -1))
     starts = cu_padded[:-1].repeat_interleave(torch.tensor(padded))
     return PackedBatch(

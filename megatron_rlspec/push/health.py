@@ -86,7 +86,7 @@ class Health:
         """Push one version and check every engine.
 
         predicted   accept length under `settings.canary_steps` steps, as `expected` of `Canary.run`
-        suspicious  a canary runs, whatever time canaries took
+        suspicious  run a canary even if canaries have used up their share of the time
 
         Raises HealthError if no engine may serve, and PushError as `Pusher.push` does.
         """
@@ -96,7 +96,8 @@ class Health:
         self._held &= self.pusher.engines.keys()  # others have left
 
         first = self._compare(pushes[0])
-        # An engine without speculation gets it back only after a good canary.
+        # Also if a canary is not due: a held engine gets its speculation back only after a good one (if there are
+        # prompts).
         if self._canary.due() or self._held or suspicious:
             self._ask(first, version, predicted, canaries)
         second: dict[str, list[Finding]] = {}
@@ -104,10 +105,12 @@ class Health:
         if doubted:
             for name in doubted:
                 self._hold(name, first[name])
+            # all tensors, also after a push of the drafter alone: any of them may be wrong
             pushes.append(self.pusher.push(version, source, "all", only=doubted))
             second = self._compare(pushes[-1])
             self._ask(second, version, predicted, canaries)
         verdict = judged(version, first, second)
+        # again, because a canary releases the engine that it asks
         for name in verdict.engines("plain"):
             self._hold(name, second[name])
         for record in verdict.records:
@@ -163,14 +166,18 @@ class Health:
 
     def _hold(self, name: str, findings: Sequence[Finding]) -> None:
         engine = self.pusher.engines.get(name)
-        if self.speculate is None or engine is None:  # another thread has removed it
+        # nothing to hold, or another thread has removed the engine
+        if self.speculate is None or engine is None:
             return
         self._held.add(name)
         if not hold(engine, findings):
             self.pusher.forget(name)  # the weights of an engine that does not answer are unknown
 
     def _resume(self, name: str, canary: CanaryResult | None) -> None:
-        """Set the run's speculation, which the canary or `hold` may have changed and the trainer may have renewed."""
+        """Let an engine speculate as the run wants it to.
+
+        Every sound engine, after every push: a canary or a hold may have changed it, or the trainer has a newer rule.
+        """
         if canary is not None:
             self._canary.remember(name, canary)
         engine = self.pusher.engines.get(name)

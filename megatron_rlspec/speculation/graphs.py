@@ -16,14 +16,20 @@ from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig
 
-MOST_ACCEPTANCE = 0.95  # the highest rate of the first draft that is planned for
-DECAY = 0.95  # the rate of a depth, as a share of the depth above it
-# tokens. Of the GPUs up to the H200, the H100 has the highest
+# The highest acceptance rates that get graphs: MOST_ACCEPTANCE * DECAY ** (d - 1) at depth d. With higher ones the best
+# step count of a large batch can lack a graph, and then the rule cannot choose it.
+MOST_ACCEPTANCE = 0.95
+DECAY = 0.95
+# An H100's `ridge_tokens` (`Roofline.of_layers`). On a GPU with more, drafts pay at larger batches than planned here.
 WIDEST_RIDGE = 300.0
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """List the batch sizes that SGLang captures for speculation (0.5.23, `arg_groups/cuda_graph_hook.py`)."""
+    """List the batch sizes that SGLang captures for speculation (0.5.23, `arg_groups/cuda_graph_hook.py`).
+
+    A copy of SGLang's list, which `tests/rollout/test_graph_ranges.py` compares with an installed SGLang. With another
+    list `slots` ends ranges at sizes without a graph, and `memory_estimate.py` counts the wrong graphs.
+    """
     sizes = {
         *range(1, 9),
         *range(10, 33, 2),
@@ -36,10 +42,13 @@ def graph_sizes(max_batch: int) -> list[int]:
 
 
 def needed(candidates: Sequence[SpecConfig], max_batch: int, layers: int) -> dict[SpecConfig, int]:
-    """Return the largest batch at which each candidate could be the best, with rates a_d <= 0.95 * 0.95 ** (d - 1).
+    """Return the largest batch at which each candidate could be the best, by the model's `layers` and no measurement.
 
-    By a roofline of a model of so many layers, with short contexts. No range is shorter than that of a deeper
-    candidate. The shallowest candidate has all batches.
+    The best has the most expected tokens per ms of a roofline in which contexts cost nothing. Acceptance rates that are
+    tried: a_d = a_1 * DECAY ** (d - 1), with a_1 from 0 to MOST_ACCEPTANCE.
+
+    Where a candidate can be chosen, all shallower ones can, and the shallowest one at every batch: the rule can always
+    draft less.
     """
     ordered = sorted(candidates)
     batch = np.arange(1, max_batch + 1)

@@ -114,7 +114,8 @@ class Scoring:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._results: dict[int, Future[str | None]] = {}  # by the sample's identity
+        # By id(sample). Whoever adds a sample keeps it until `finish`; otherwise a new sample could get the same id.
+        self._results: dict[int, Future[str | None]] = {}
         self.waited = 0.0
 
     def add(self, sample: Sample) -> Future[str | None]:
@@ -165,7 +166,10 @@ def known(samples: Sequence[Sample]) -> list[float]:
 
 
 class RewardError(RuntimeError):
-    """A reward failed, or every one of too many steps. The message is one line: the reason, or the first one's."""
+    """A reward failed, or too many steps in a row had failed rewards only.
+
+    The message is one line: why the reward failed, or why the first one of the last step did.
+    """
 
 
 class FailedSteps:
@@ -186,7 +190,7 @@ class FailedSteps:
             self.succeeded = True
             return
         self.count += 1
-        limit = self.most if self.succeeded else min(self.most, 1)
+        limit = self.most if self.succeeded else min(self.most, 1)  # 0, no limit, stays 0
         if 0 < limit <= self.count:
             since = f"for {self.count} steps in a row" if self.succeeded else "and none succeeded"
             raise RewardError(
@@ -261,9 +265,11 @@ class _Worker:
         """Return the answer to the task `name`. Messages with another id are dropped. Raises RewardError."""
         deadline = time.monotonic() + seconds
         while True:
-            self._check_time(deadline)
+            self._stop_if_late(deadline)
+            # at most 0.5 s, to notice an interruption
             self._answers.settimeout(min(0.5, max(0.001, deadline - time.monotonic())))
             try:
+                # one whole answer: those of `reward_worker.py` are far shorter
                 message = self._answers.recv(1 << 16)
             except TimeoutError:
                 continue
@@ -276,7 +282,8 @@ class _Worker:
                 raise RewardError(answer["error"])
             return answer
 
-    def _check_time(self, deadline: float) -> None:
+    def _stop_if_late(self, deadline: float) -> None:
+        """Raise RewardError after an interruption, or past `deadline`. In the second case the worker is killed."""
         if self._interrupted.is_set():
             raise RewardError("the run was interrupted")
         if time.monotonic() >= deadline:
@@ -285,6 +292,7 @@ class _Worker:
             raise RewardError(f"no answer within {limit:g} s")
 
     def _ending(self) -> str:
+        """Wait until a worker that closed its channel ends, kill it otherwise, and return the reason as a text."""
         with suppress(subprocess.TimeoutExpired):  # it may have closed its channels, and live on
             self._process.wait(STOP_SECONDS)
         self.stop()

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rlspec.models import tensor_file
+from megatron_rlspec.models.headers import INDEX, read_headers
 from megatron_rlspec.models.tensor_file import CheckpointError, TensorFile
 
 TENSORS = {
@@ -84,3 +85,12 @@ def test_a_path_that_is_no_file_is_refused(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="no such file|found a pipe|found a directory"):
         TensorFile(tmp_path / name)
+
+
+def test_a_tensor_in_two_files_is_read_from_the_one_that_the_index_names(tmp_path):
+    for file in ("a.safetensors", "b.safetensors"):
+        save_file({"both": torch.zeros(2), file[0]: torch.ones(2)}, tmp_path / file)
+    places = {"both": "a.safetensors", "a": "a.safetensors", "b": "b.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    headers = read_headers(tmp_path)
+    assert {name: header.path.name for name, header in headers.items()} == places

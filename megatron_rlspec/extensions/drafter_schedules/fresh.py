@@ -18,11 +18,14 @@ from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# The extra updates stop when both of these are reached. A run with small steps needs more than ten for the tokens.
-STEPS = 10
-LEARNT = 262144  # tokens that the drafter has learnt from
-UPDATES = 8  # so many updates have as many samples as one step
-TOKENS = 32768  # the drafter learns from so many of the newest tokens, or from `SHARE` of the step's if these are more
+# The extra updates end when the run has taken `LEAST_STEPS` steps and they have read `LEAST_LEARNT` tokens; a token
+# counts each time it is read. With small steps ten are too few for that, and the updates go on.
+LEAST_STEPS = 10
+LEAST_LEARNT = 262144
+# After a step the drafter learns from the newest `NEWEST_TOKENS`, of several steps if one has fewer, or from `SHARE` of
+# the step's own tokens if that is more. Each update takes an `UPDATES_PER_STEP`-th of the number of samples of a step.
+NEWEST_TOKENS = 32768
+UPDATES_PER_STEP = 8
 # The extra updates of a step may take these shares: of the step's seconds, and of the seconds of its generation.
 OF_STEP = 0.25
 OF_GENERATION = 0.5
@@ -63,32 +66,35 @@ class FreshLearner(DrafterSchedule):
         return metrics | self.teach(step, min(of_step, OF_GENERATION * generated))
 
     def _ended(self, step: int) -> bool:
-        return step >= STEPS and self._learnt >= LEARNT
+        return step >= LEAST_STEPS and self._learnt >= LEAST_LEARNT
 
     def teach(self, step: int, seconds: float) -> dict[str, float]:
         """Update the drafter on the newest rollouts. The policy runs forward only. Collective. Returns metrics.
 
-        It ends before an update that would exceed `seconds`, by the clock of rank 0. With train.deterministic no clock
-        is read.
+        The first update always runs. Another one runs only if it will probably end within `seconds`, by the clock of
+        rank 0; with train.deterministic all of them run.
         """
         began = time.perf_counter()
         newest = samples_of(self._newest)
-        most = max(TOKENS, int(SHARE * tokens_of(newest)))
+        most_tokens = max(NEWEST_TOKENS, int(SHARE * tokens_of(newest)))
         self._rollouts += self._newest
-        while len(self._rollouts) > 1 and tokens_of(samples_of(self._rollouts)) > most:
+        while len(self._rollouts) > 1 and tokens_of(samples_of(self._rollouts)) > most_tokens:
             del self._rollouts[0]
         samples = samples_of(self._rollouts)
+        # the same order on all ranks
         order = np.random.default_rng(step).permutation(len(samples))
-        each = -(-len(newest) // UPDATES)  # samples of an update
+        samples_per_update = -(-len(newest) // UPDATES_PER_STEP)
+        updates = -(-len(order) // samples_per_update)
         prediction = self._trainer.prediction
         spent = 0.0
-        for done, part in enumerate(np.array_split(order, -(-len(order) // each)), start=1):
+        for done, part in enumerate(np.array_split(order, updates), start=1):
             taught = [samples[i] for i in part]
             batches = micro_batches(self._trainer, taught)
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
             self._learnt += tokens_of(taught)
             spent = time.perf_counter() - began
             late = spent * (done + 1) / done > seconds  # the next update would be
+            # `tell` is collective: every rank calls it after every update, and gets rank 0's answer
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
         # The prediction of the step's own pass stays: the drafter had not learnt from its texts yet.

@@ -57,7 +57,7 @@ class RoundRunner:
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
         """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
         self.settings[row] = [getattr(sampling, name) for name in Settings._fields]
-        self.seeds[row] = verify.seed_of(seed, self.verifier)
+        self.seeds[row] = verify.noise_seed(seed, self.verifier)
         self.draws[row] = draws
         self.before[row] = self.cache.length[row] - 1
 

@@ -1,7 +1,10 @@
 """Choose the tokens that a verify pass commits, by one of two verifiers. Both sample argmax(log p + Gumbel noise).
 
 * position_keyed: the noise is a hash of (seed, position, token). So the text depends on seed, prompt and weights only.
-* target_only: the noise is new in every round. So the distribution of texts is right, and a text depends on the rounds.
+* target_only: the noise is a hash of (seed, draw, token), and every round draws anew. So texts have the target's
+  distribution, but one text also depends on how many drafts its rounds had.
+
+`rounds.py` passes the position or the number of the draw as `keys`.
 
 The target samples a token at each place of a chain of drafts. A draft is accepted if it equals the target's token there
 and all drafts before it were accepted.
@@ -23,7 +26,8 @@ from megatron_rlspec.noise import draw
 from megatron_rlspec.types import Verifier
 
 _WORD = (1 << 64) - 1
-_AWAY = 4 * 0x9E3779B97F4A7C15  # from a seed to the fourth seed after it in splitmix64
+# Four steps of splitmix64's state. An arbitrary choice, but another one changes every text under target_only.
+_FOUR_STEPS = 4 * 0x9E3779B97F4A7C15
 
 
 class Settings(NamedTuple):
@@ -40,20 +44,20 @@ class Committed(NamedTuple):
 
     tokens: np.ndarray  # [B, 1 + k]
     logprobs: np.ndarray  # [B, 1 + k]
-    accepted: np.ndarray  # [B] how many drafts
-    verified: np.ndarray  # [B] how many drafts
+    accepted: np.ndarray  # [B] drafts that the target accepted
+    verified: np.ndarray  # [B] drafts that the target judged; a chain's padding is none
     logq: np.ndarray | None  # see `draft.Chains`
 
 
-def seed_of(seed: int, verifier: Verifier) -> np.int64:
+def noise_seed(seed: int, verifier: Verifier) -> np.int64:
     """Return the seed of a request's noise.
 
-    Under position_keyed it is the request's own. Under target_only it is a hash of that (splitmix64): the keys count
-    draws there, and with the request's own seed they would repeat the noise of the positions.
+    Under position_keyed it is the request's own. Under target_only it is a hash of that (splitmix64), because the keys
+    are numbers of draws there: with the request's own seed, draw n would have the noise of position n.
     """
     x = seed & _WORD
     if verifier == "target_only":
-        x = (x + _AWAY) & _WORD
+        x = (x + _FOUR_STEPS) & _WORD
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
         x ^= x >> 31
@@ -70,8 +74,8 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
     """Return `logp [N, V]` with -inf outside top-k, top-p and min-p, not normalised again.
 
     A token stays if fewer than top_k tokens are likelier, if the likelier ones have a total probability of at most
-    top_p, and if it is at least min_p times as likely as the likeliest. With top_p = 1, top_k <= 0 and min_p = 0 all
-    tokens stay.
+    top_p, and if it is at least min_p times as likely as the likeliest. Of equally likely tokens the lowest id counts
+    as the likeliest. With top_p = 1, top_k <= 0 and min_p = 0 all tokens stay.
     """
     _, top_p, top_k, min_p = settings
     limited = (top_p < 1) | (top_k > 0) | (min_p > 0)
@@ -84,7 +88,10 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
 
 
 def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Tensor:
-    """Sample the target's token [N] at N places from `logp [N, V]`, a result of `logprobs`."""
+    """Sample the target's token [N] at N places from `logp [N, V]`, a result of `logprobs`.
+
+    seeds, keys  [N], of the noise, as in `noise.draw`; not used at temperature 0, which takes the likeliest token
+    """
     greedy = settings.temperature == 0
     likeliest = logp.argmax(-1)
     if greedy.all():

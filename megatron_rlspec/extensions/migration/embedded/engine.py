@@ -1,4 +1,4 @@
-"""An embedded engine that a fleet drives step by step, and whose samples come from other engines and leave for them."""
+"""An embedded engine of a fleet, which runs its rounds one by one and moves samples into it and out of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rlspec.types import Load, Request, RunningSample, Sampling
 
 
 class MigratableEmbeddedEngine(EmbeddedEngine):
-    """See `EmbeddedEngine`."""
+    """An `EmbeddedEngine` whose steps its `Member` runs, by `submit` and `step`, and not by `generate`."""
 
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
         """Queue requests for `step`. Raises EngineError, and queues none, if one of them is wrong."""
@@ -24,22 +24,26 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
             self._serve()
 
     def drop(self, ids: Sequence[str]) -> list[ActiveRequest]:
-        """Take these samples out, without an end. Returns those that were here."""
+        """Remove the requests with these ids, without making samples of them. Returns those that this engine had."""
         with self._lock:
             dropped = [run for run in self.scheduler.every if run.request.id in ids]
             for run in dropped:
                 self.scheduler.remove(run)
             return dropped
 
-    def seat(
+    def replace_requests(
         self,
         requests: Sequence[tuple[Request, Sampling]],
         rows: Mapping[str, int],
         rule: SpecRule | None,
     ) -> list[ActiveRequest]:
-        """Replace all requests by these. Those whose id is in `rows` have that row of the cache; the others wait.
+        """Replace all requests by `requests`, after `retile` has filled the cache anew. Returns what runs or waits now.
 
-        rule  replaces the engine's own, if given
+        rows  by id: the row of the new cache that holds a request's tokens. A request without one waits and is
+              prefilled
+        rule  replaces the engine's own; None: the engine keeps its own
+
+        Rows of the requests that were here are not closed: the cache's `reset` has forgotten them.
         """
         with self._lock:
             runs = self.scheduler.made(requests)
@@ -53,18 +57,20 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
                     self.scheduler.seat(run, row)
                     self.running.append(run)
             if rule is not None:
+                # Not by `set_rule`, which lets a rule inherit from the one before: all ranks of a group must have equal
+                # rules.
                 self.choice.chosen = self.choice.rule = rule
             return runs
 
     def load(self, name: str) -> Load:
-        """Describe what this engine has to do."""
+        """Describe what this engine, called `name`, has to do. A sample that is not prefilled yet counts as waiting."""
         with self._lock:
             running = []
             for run in self.running:
                 if run.response and self.rounds.ready(run.row):
                     prompt = len(run.request.prompt.tokens)
                     length = len(run.response)
-                    # the round that generated the first token counts here
+                    # `run.rounds` leaves out the round that drew the first token; that token is in `length`
                     accept = length / (run.rounds + 1)
                     running.append(RunningSample(run.request.id, prompt, prompt + length, accept))
             waiting = len(self.waiting) + len(self.running) - len(running)

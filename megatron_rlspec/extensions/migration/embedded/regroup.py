@@ -72,7 +72,7 @@ def regroup(
     seated = retile.retile(engine.model, engine.cache, rows, rows_here, switch)
     # One rule on all ranks of a group, which must choose the same.
     rule = block[switch.new_group * size].rule if size > 1 else None
-    return engine.seat(here, seated, SpecRule.from_json(rule) if rule else None)
+    return engine.replace_requests(here, seated, SpecRule.from_json(rule) if rule else None)
 
 
 def _requests_of(
