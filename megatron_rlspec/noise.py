@@ -9,7 +9,7 @@ proposes the same token more often than its likeliest one is sampled (`docs/loss
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def _absorb(h: Tensor, scrambled: Tensor) -> Tensor:
     return _rotate(h ^ scrambled, 13).mul_(5).add_(_i32(0xE6546B64))
 
 
-@lru_cache(maxsize=4)
+@cache  # without bounds, since CUDA graphs read these tensors by their addresses
 def _columns(width: int, device: torch.device) -> Tensor:
     return _scramble(torch.arange(width, dtype=torch.int32, device=device))
 

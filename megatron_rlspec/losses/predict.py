@@ -40,12 +40,12 @@ def of_rows(
         accept = rows["coupled"]
         reach = accept
     else:
-        reach = rows["match"]
+        reach = rows["match"][:, None]
         accept = reach
         if sampled and "argmax_prob" in rows:
-            accept = rows["argmax_prob"]
-    shape = (depth, len(accept) // depth, -1)
-    return accept.reshape(shape).transpose(0, 1), reach.reshape(shape).transpose(0, 1)
+            accept = rows["argmax_prob"][:, None]
+    shape = (depth, len(accept) // depth)
+    return accept.unflatten(0, shape).transpose(0, 1), reach.unflatten(0, shape).transpose(0, 1)
 
 
 def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
@@ -56,7 +56,7 @@ def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
     logq = rows["best_logq"][:, None]
     if "coupled" in rows:
         logq = torch.where(rows["coupled"] > 0, rows["label_logq"][:, None], logq)
-    return logq.reshape(depth, len(logq) // depth, -1).transpose(0, 1)
+    return logq.unflatten(0, (depth, len(logq) // depth)).transpose(0, 1)
 
 
 def deepen(table: Tensor, depth: int) -> Tensor:

@@ -116,6 +116,13 @@ class TestSlime:
         # The others have delta nets or attention data parallelism, so their number of drafts is fixed.
         assert (ADAPTIVE in given) == ("mimo" in recipe)
 
+    def test_a_recipe_of_engines_that_prefill_apart_is_refused(self, tmp_path):
+        recipe = Path(SLIME, "scripts/run-glm5.2-744B-A40B.sh")
+        submit = run(recipe, tmp_path, BASE_DIR=str(tmp_path), BASE_FOLDER=str(tmp_path))
+        submit.remove("--allgather-cp")
+        with pytest.raises(ConfigError, match="--sglang-config .*: engines that prefill and decode apart"):
+            launch.main(["--folder", str(tmp_path / "rlspec"), "--dry-run", "--", "ray", *submit])
+
     def test_slime_knows_every_flag_of_our_recipes(self, tmp_path, capsys):
         flags = {"--no-such-flag"}
         for recipe in RECIPES:

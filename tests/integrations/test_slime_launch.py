@@ -10,6 +10,7 @@ from weight_oracles import mimo_checkpoint
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.integrations.slime import launch
+from megatron_rlspec.integrations.slime.engines import after_push
 from megatron_rlspec.integrations.slime.flags import read_flags
 from megatron_rlspec.integrations.slime.plan import FUNCTIONS, ONE_DEPTH, plan
 from megatron_rlspec.models.hf_files import write_hf
@@ -70,6 +71,21 @@ def test_contradictions_are_refused_in_one_line(command, drafter, message):
     with pytest.raises(ConfigError, match=message) as error:
         planned(command, **drafter)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_of_engines_that_prefill_apart_is_refused(tmp_path):
+    """Also if the number of drafts is fixed: then the engines themselves refuse nothing."""
+    file = tmp_path / "engines.yaml"
+    command = f"--sglang-enable-dp-attention --sglang-config {file}".split()
+    for kind in ("regular", "prefill"):
+        plan(command, DRAFTER, verifier="target_only")
+        file.write_text(f"sglang: [{{name: prefill, server_groups: [{{worker_type: {kind}, num_gpus: 8}}]}}]")
+    with pytest.raises(ConfigError, match=f"--sglang-config {file}: engines that prefill and decode apart"):
+        plan(command, DRAFTER, verifier="target_only")
+
+
+def test_a_push_to_no_engine_finds_nothing():
+    assert after_push([], {"a": 1}, 1, bool)["health/incidents"] == 0
 
 
 def test_the_verifier_reaches_engines_and_hooks():

@@ -107,6 +107,9 @@ def test_packing_order_and_neighbours_do_not_matter():
 def test_nothing_to_predict_from_is_zero_not_nan():
     empty = walk(torch.rand(5, 2), torch.rand(5, 2), torch.zeros(5, 2), [1, 2])
     assert empty.rates(2) == [0.0, 0.0] and empty.tokens_per_round(2) == 1.0
+    rows = {name: torch.zeros(0) for name in ("match", "argmax_prob", "best_logq")}
+    for table in (*of_rows(rows, DEPTH, sampled=True), logq_of_rows(rows, DEPTH)):
+        assert table.shape == (0, DEPTH, 1)
     assert walk(torch.rand(0, 2), torch.rand(0, 2), torch.zeros(0, 2), [2]).tokens_per_round(2) == 1.0
 
 

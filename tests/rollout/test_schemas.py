@@ -12,11 +12,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from fastapi import Request
 from safetensors.torch import save
 
 import megatron_rlspec.rollout.sglang as ours
 from megatron_rlspec.rollout.sglang import schemas
 from megatron_rlspec.rollout.sglang.bucket_checks import ServedTensors, read_entries
+from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.schemas import (
     Refusal,
     RequestBody,
@@ -169,3 +171,31 @@ def test_an_aborted_sample_keeps_the_tokens_of_its_log_probs(routes):
     [line] = asyncio.run(lines())
     assert line["output_ids"] == [0, 1, 2, 3, 4] and line["logprobs"] == [-1.0] * 5
     assert line["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
+
+
+@pytest.fixture
+def weight_routes(monkeypatch):
+    """Our module of an update's routes, with stand-ins for SGLang."""
+    for name in ("managers.io_struct", "utils", "weight_sync.tensor_bucket"):
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", MagicMock())
+    monkeypatch.setitem(sys.modules, f"{ours.__name__}.http.bodies", MagicMock())
+    monkeypatch.setattr(versions, "installed", MagicMock())
+    return runpy.run_path(f"{ours.__path__[0]}/http/weight_routes.py")
+
+
+@pytest.mark.parametrize(("query", "status"), [("", 400), ("session=" + "0" * 32, 409)])
+def test_a_bucket_takes_no_memory_before_its_session_is_known(weight_routes, query, status):
+    headers = [(b"content-length", b"%d" % (1 << 60))]
+    asked = Request({"type": "http", "query_string": query.encode(), "headers": headers})
+    with pytest.raises(Refusal) as refusal:
+        asyncio.run(weight_routes["bucket"](asked))
+    assert refusal.value.status == status
+
+
+def test_a_large_piece_of_shared_memory_is_not_kept(weight_routes, monkeypatch):
+    monkeypatch.setitem(weight_routes["bucket"].__globals__, "_KEPT", 64)
+    memory = weight_routes["_Memory"]()
+    for size, kept in ((64, 64), (65, 0)):
+        with memory.piece(size):
+            pass
+        assert memory._free.numel() == kept

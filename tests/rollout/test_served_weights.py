@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import pytest
 import tiny_mimo
@@ -38,6 +39,20 @@ def test_fingerprints_of_parts_sum_to_that_of_the_tensor(dim, dtype):
         TensorPart("w", held(full, dim, 1 - r, 2).part, (48, 40), dim, held(full, dim, r, 2).first) for r in (0, 1)
     ]
     assert mark(exchanged) != fingerprint(full)
+
+
+def test_one_copy_in_another_type_lives_at_a_time(monkeypatch):
+    copies = []
+    placed = TensorPart.placed
+
+    def noted(part):
+        copies.append(weakref.ref(part))
+        assert sum(copy() is not None for copy in copies) <= 2  # and the one before, while the next is made
+        return placed(part)
+
+    monkeypatch.setattr(TensorPart, "placed", noted)
+    parts = [TensorPart("w", torch.ones(8), (8,)) for _ in range(8)]
+    assert marks_of(parts, [torch.bfloat16] * 8) == [fingerprint(torch.ones(8, dtype=torch.bfloat16))] * 8
 
 
 def test_replicas_on_several_ranks_must_agree():

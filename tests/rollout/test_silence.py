@@ -82,6 +82,10 @@ def test_a_typing_error_in_an_address_is_refused(url):
     _told(lambda: SGLangEngine(url).describe(), expected)
 
 
+def test_a_key_that_no_header_may_have_is_named():
+    _told(lambda: SGLangEngine("http://127.0.0.1:9", api_key="a\nb").describe(), "RLSPEC_API_KEY has a character")
+
+
 def _told(act, words):
     with pytest.raises((EngineError, ConfigError)) as error:
         act()

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rlspec.engine import ask_all
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import drafter_names
-from megatron_rlspec.push.contract import HealthError, summary
+from megatron_rlspec.push.contract import HealthError, Verdict, summary
 from megatron_rlspec.push.health import Health
 from megatron_rlspec.push.push import EngineReport, Pusher, PushReport
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
@@ -73,6 +73,8 @@ def after_push(
     cannot be repeated. `contract.judged` decides what follows. Returns `health/*`. Raises HealthError, one line with
     engines and tensors, if a target may be wrong: training must not use samples of such an engine.
     """
+    if not urls:
+        return Verdict({}, ()).metrics()
     pushes = SlimePushes({url: SlimeEngine(url) for url in urls})
     pushes.expected = dict(sent)
     health = Health(

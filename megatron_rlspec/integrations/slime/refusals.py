@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from megatron_rlspec.config import ConfigError, DrafterConfig
 from megatron_rlspec.conversion.eagle3 import check_drafter, environment_of
 from megatron_rlspec.integrations.slime.flags import (
@@ -68,6 +70,9 @@ def refuse(given: Flags, drafter: DrafterConfig) -> None:
             remedy = f"set {values[0]}" if values else REMOVE
             shown = f"{flag} {given[flag]}" if given[flag] else flag
             raise ConfigError(f"{shown}: {why}; {remedy}")
+    engines = Path(given.get("--sglang-config") or "")
+    if engines.is_file() and "'worker_type': 'prefill'" in str(yaml.safe_load(engines.read_text())):
+        raise ConfigError(f"--sglang-config {engines}: {APART}; {REMOVE}")
     if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
         raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN_MTP}")
     _refuse_expert_copies(given)

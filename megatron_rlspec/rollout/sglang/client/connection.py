@@ -126,6 +126,8 @@ class Connection:
         if self._process is not None and self._process.ends_within(0 if silent else 1):
             code = self._process.process.returncode
             return f"the engine ended with code {code} (log: {self._process.log})"
+        if isinstance(error, requests.exceptions.InvalidHeader):
+            return f"{KEY} has a character that no header may have"
         reason = getattr(inner, "reason", None)
         # an address that requests cannot read is a ValueError, an unknown host name a NewConnectionError
         if isinstance(error, (ValueError, requests.ConnectTimeout)) or isinstance(

@@ -45,11 +45,12 @@ _sglang = versions.installed()
 _SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
 _CONNECT_SECONDS = 5.0  # to the trainer's store, before a scheduler waits for it
 _UPDATE_SECONDS = 60.0  # that `generate` waits for the end of an update
+_KEPT = 1 << 30  # bytes of shared memory
 logger = logging.getLogger(__name__)
 
 
 class _Memory:
-    """Memory that SGLang's scheduler processes can map. One piece stays between buckets.
+    """Memory that SGLang's scheduler processes can map. One piece of at most `_KEPT` bytes stays between buckets.
 
     Allocating new pages costs more than the copy into them.
     """
@@ -67,7 +68,7 @@ class _Memory:
         try:
             yield piece[:size]
         finally:
-            if self._free.numel() < piece.numel():
+            if self._free.numel() < piece.numel() <= _KEPT:
                 self._free = piece
 
 
@@ -122,6 +123,8 @@ async def begin(request: Request) -> JSONResponse:
 
 async def bucket(request: Request) -> JSONResponse:
     """Load a safetensors file of full tensors from the body."""
+    # Before memory is taken. It is asked again under the lock, since another client may begin an update meanwhile.
+    weights.update_of(parse_query(schemas.SessionQuery, request.query_params).session)
     served = await _served_tensors()
     size = request.headers.get("content-length", "")
     if not size.isdigit():

@@ -82,8 +82,10 @@ class TensorPart:
 
 def marks_of(held: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -> list[int]:
     """Return the shares of parts in their tensors' fingerprints, in the number types in which these were pushed."""
-    pushed = [part.pushed_as(dtype) for part, dtype in zip(held, dtypes, strict=True)]
-    return of_parts(part.placed() for part in pushed)
+    # A generator: copies in another type are made and freed one by one.
+    return of_parts(
+        part.pushed_as(dtype).placed() for part, dtype in zip(held, dtypes, strict=True)
+    )
 
 
 def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
