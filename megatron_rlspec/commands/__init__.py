@@ -37,11 +37,11 @@ COMMANDS = {
     "answer": Command(
         "commands.training:answer",
         "let a model write answers, from which a drafter learns before RL",
-        "rlspec answer --config run.toml --answer.path answers.jsonl",
+        "rlspec answer --model.path MODEL --data.path FILE --answer.path OUT.jsonl",
     ),
     "sft": Command(
         "commands.training:sft",
-        "train a drafter on such answers, or a policy on demonstrations",
+        "train a drafter on answers of `rlspec answer`, or a policy, too",
         "rlspec sft --config run.toml --sft.path answers.jsonl",
     ),
     "compare": Command(
@@ -67,6 +67,6 @@ COMMANDS = {
     "replay": Command(
         "commands.training:replay",
         "train a drafter again along a recorded run",
-        "rlspec replay runs/mine --train.run_dir runs/again",
+        "rlspec replay runs/mine --drafter.loss ce --train.run_dir runs/again",
     ),
 }

@@ -43,6 +43,8 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
         longest = config.longest_prompt
         prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
         shared = settings(config, prompts)
+        if config.rollout.urls:
+            shared["served"] = _served(config)
         if config.answer.prompts:
             prompts = prompts[: config.answer.prompts]
         journal = Journal(path, shared, prompts)
@@ -111,6 +113,16 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         drafter = config.drafter.path
         shared["drafter"] = identity.of_model(drafter) if drafter else ""
     return json.loads(json.dumps(shared))
+
+
+def _served(config: Config) -> str:
+    """Return the digest of the weights at `rollout.urls`, which others chose. Raises ConfigError if they differ."""
+    pool = EnginePool(KINDS[config.rollout.engine].start(config, Path(), GpuLayout()).wait())
+    found = pool.everywhere(lambda engine: sorted(engine.fingerprints().items()))
+    digests = {identity.of_rows(fingerprints) for fingerprints in found.values()}
+    if len(digests) > 1:
+        raise ConfigError("rollout.urls: the engines hold different weights; expected the same")
+    return digests.pop()
 
 
 def _generate(

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_rlspec import arguments, files
-from megatron_rlspec.config import Config, load
+from megatron_rlspec.config import Config, ConfigError, load
 from megatron_rlspec.conversion.drafter_files import read_with_drafter, weights_of, words
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models import hub
@@ -269,6 +269,11 @@ def main(argv: list[str] | None = None) -> int:
         with closing(_engine(hf_config, tensors, ends)) as engine:
             drawn[name] = draw_each(engine, prompts, sampling, options.steps, name)
     rounds, equal_texts = counted(drawn)
+    if not np.any([[*of_drafters.values()] for of_drafters in rounds.values()]):
+        raise ConfigError(
+            f"every answer to {options.prompts} ended with its first token, which no drafter can shorten; expected "
+            f"longer answers (--max-new-tokens is {new_tokens})"
+        )
     result = table_of(rounds, len(prompts), equal_texts)
     show(result)
     if options.out is not None:

@@ -219,7 +219,12 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     if unknown:
         raise ConfigError(_unknown_word(unknown[0]))
     overrides = vars(known)
-    file = overrides.pop("config")
+    files = overrides.pop("config") or [None]
+    if len(files) > 1:
+        raise ConfigError(
+            "--config twice: expected one file; options of the command line win over it"
+        )
+    file = files[0]
     for name in ("dry_run", "gpu_gib"):
         overrides.pop(name, None)
     if command == "replay":
@@ -277,7 +282,7 @@ def parser_of(command: Name) -> arguments.Parser:
     add = parser.add_argument
     if command == "replay":
         add("run", metavar="RUN", help="run directory of `rlspec train --train.record_gib 20`")
-    add("--config", metavar="FILE", help="TOML file, one table per section")
+    add("--config", metavar="FILE", action="append", help="TOML file, one table per section")
     if command != "answer":
         add(
             "--ranks",

@@ -9,6 +9,7 @@ The target appears when it is complete, or not at all.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -241,8 +242,19 @@ def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Lite
 
     add_mtp  source and target may then be of one kind
     """
+    if not source.is_dir():
+        wrong = "not a directory" if source.exists() else "no such directory"
+        if source.suffix == ".gguf":
+            wrong += " (tools/gguf_to_hf.py makes a Hugging Face directory of a GGUF file)"
+        raise CheckpointError(
+            f"{source}: {wrong}; expected a Hugging Face or a Megatron checkpoint"
+        )
     if run_checkpoint.is_run_checkpoint(source):
         return "run", to or "hf"
+    if steps := sorted(source.glob("step-*/layout.json")):
+        raise CheckpointError(
+            f"{source} holds a run's checkpoints; expected one of them, such as {steps[-1].parent}"
+        )
     if (source / "checkpoints").is_dir():
         raise CheckpointError(
             f"{source} is a run's directory; expected its hf/, or one of its checkpoints/step-*"
@@ -276,6 +288,10 @@ def _eagle3(
         )
     own, tensors = read_hf(drafter)
     ids = words(tensors, own)
+    if f"{zlib.crc32(ids.numpy().tobytes()):08x}" not in layout.words:
+        raise CheckpointError(
+            f"{source}: its drafter drafts from other words than the run's drafter.path={drafter} has now"
+        )
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
     own |= layout.chosen

@@ -35,11 +35,13 @@ class Layout(NamedTuple):
     drafter  "mtp", "eagle3" or ""
     tensor   the tensor-parallel size of the run
     chosen   what config.json states beside the drafter: the sharpness of drafts
+    words    a text with the checksum of the words that an EAGLE-3 drafter drafts from; "" without such a drafter
     """
 
     drafter: str
     tensor: int
     chosen: dict[str, Any]
+    words: str
 
 
 class Shard(NamedTuple):
@@ -89,6 +91,7 @@ def layout_of(path: Path) -> Layout:
         drafter=layout.get("drafter") or "",
         tensor=layout.get("tensor", 1),
         chosen={} if sharpness is None else {STATED: sharpness},
+        words=layout.get("eagle3") or "",
     )
 
 

@@ -174,8 +174,10 @@ class TorchDistReader(ByName):
     def _bytes(self, key: str, info: _StorageInfo) -> bytes:
         """Read the bytes of a stored part. Raises CheckpointError."""
         file = self.directory / info.relative_path
-        if not file.is_file():
-            raise CheckpointError(f"{file}: no such file, though the index names it")
+        if Path(info.relative_path).name != info.relative_path or not file.is_file():
+            raise CheckpointError(
+                f"{self.directory / _INDEX}: places {key} in {info.relative_path}; expected a file beside it"
+            )
         end = info.offset + info.length
         if file.stat().st_size < end:
             raise CheckpointError(f"{file}: truncated; {key} should end at byte {end}")
@@ -191,10 +193,6 @@ def is_checkpoint(path: Path) -> bool:
 
 def checkpoint_directory(path: Path) -> Path:
     """Return the directory with the index: `path`, or the one that its tracker file names. Raises CheckpointError."""
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: no such directory; expected a Hugging Face or a Megatron checkpoint"
-        )
     tracker = path / TRACKER
     if tracker.exists():
         try:

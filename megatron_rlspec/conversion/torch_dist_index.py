@@ -57,6 +57,7 @@ def load_index(file: Path) -> Metadata:
         raise CheckpointError(f"{file}: {error}") from None
     except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise CheckpointError(f"{file}: unreadable index: {first_line(error)}") from None
-    if not hasattr(found, "storage_data"):
-        raise CheckpointError(f"{file}: not the index of a checkpoint")
+    for part in ("state_dict_metadata", "storage_data"):
+        if not isinstance(getattr(found, part, None), dict):
+            raise CheckpointError(f"{file}: not the index of a checkpoint")
     return found

@@ -64,9 +64,11 @@ def ranks_started(environment: Mapping[str, str]) -> int:
             raise ConfigError(
                 f"environment variable RANK is set, but {name} is not; start the run by torchrun"
             )
-    rank = environment["RANK"]
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ConfigError(
-            f"environment variables RANK={rank!r} and WORLD_SIZE={size!r}: expected a number below another one"
-        )
+    limits = {"WORLD_SIZE": "1000000", "RANK": size, "LOCAL_RANK": size, "MASTER_PORT": "65536"}
+    for name, limit in limits.items():
+        text = environment.get(name, "0")
+        if not text.isdecimal() or int(text) >= int(limit):
+            raise ConfigError(
+                f"environment variable {name}={text!r}: expected a number below {limit}"
+            )
     return int(size)

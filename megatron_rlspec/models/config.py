@@ -354,7 +354,9 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     schema = SCHEMAS.get(name)
     if name and schema is None:
-        raise CheckpointError(f"config.json of {where}: {refusal(name, 'trained', SCHEMAS)}")
+        raise CheckpointError(
+            f"config.json of {where}: {refusal(name, 'trained or converted', SCHEMAS)}"
+        )
     if schema is None or not trained:
         schema = Shared
     config = {key: value for key, value in config.items() if key != DRAFTER}

@@ -1,7 +1,8 @@
 """Check a Hugging Face model directory. Every command that reads one does so before anything else starts.
 
-The check reads config.json, the headers of the safetensors files and the small tokenizer files, and compares them. It
-does not read weights. It imports torch only at the end, for the table of tensor names.
+The check reads config.json, the headers of the safetensors files and the small tokenizer files, and compares them: of
+tensors the names, the types and the embedding's shape. It does not read weights. It imports torch only at the end, for
+the table of tensor names.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def check_model(
 
     use        train, convert: refuse what this package does not compute; serve: only what contradicts itself
     drafter    the model must have one
-    weights    compare the tensors with config.json
+    weights    compare the names of all tensors, and the shape of the embedding, with config.json, and check the types
     tokenizer  the files of a tokenizer must be there, which may be Python with `trust_remote_code`
     longest    model.max_length, which must not exceed max_position_embeddings
     spare      positions that must be left beyond that

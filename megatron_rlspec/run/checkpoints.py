@@ -73,7 +73,8 @@ class Saver:
         """Load the newest checkpoint into the trainer. Returns the run's state and groups, empty without a checkpoint.
 
         Raises CheckpointError for a checkpoint after more than `steps` steps, of another model, of other data or of
-        another version of the package, whose seeds and state can differ.
+        another version of the package, whose seeds and state can differ, and for one whose samples are too old for
+        the options of now.
         """
         checkpoints = self._checkpoints.whole()
         if not checkpoints:
@@ -93,6 +94,13 @@ class Saver:
             raise CheckpointError(
                 f"{path} is of a run with another content of {other}; expected the same, or "
                 f"another train.run_dir, with the model.path that `rlspec convert {path} MODEL` writes"
+            )
+        rollout = self._trainer.config.rollout
+        age = drawn.age(state["step"], rollout.partial > 0)
+        if age > rollout.oldest:
+            raise CheckpointError(
+                f"rollout.staleness={rollout.staleness} and rollout.partial={rollout.partial}: {path} holds tokens for "
+                f"the next step that are {age:g} versions old; expected these options as in the run that wrote it"
             )
         self._trainer.load(path)
         self.saved = state["step"]

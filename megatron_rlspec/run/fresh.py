@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.run import identity
 
 LOOK_AGAIN = 0.2  # seconds
+SAY_AFTER = 60.0  # seconds
 
 
 def with_fresh_drafter(config: Config) -> Config:
@@ -43,8 +45,16 @@ def with_fresh_drafter(config: Config) -> Config:
             convert(plan(model, target, to="hf", add_mtp=True), link=True)
         else:
             make_drafter(model, target)
+    say_at = time.monotonic() + SAY_AFTER
     while not target.exists():
         time.sleep(LOOK_AGAIN)
+        if time.monotonic() > say_at:
+            say_at = math.inf
+            print(
+                f"rlspec: still waiting for {target}, which rank 0 writes; expected train.run_dir in a directory that "
+                "all nodes share",
+                flush=True,
+            )
     return changed
 
 

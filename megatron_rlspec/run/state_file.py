@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_rlspec import files, wire
 from megatron_rlspec.models.hf_files import CheckpointError
-from megatron_rlspec.types import Group, OpenGroup
+from megatron_rlspec.types import Group, OpenGroup, samples_of
 
 SUFFIX = ".state"
 _DIGEST = hashlib.sha256().digest_size
@@ -31,6 +31,18 @@ class Drawn(NamedTuple):
     ahead: Sequence[Group] = ()
     replay: Sequence[Group] = ()
     begun: Sequence[OpenGroup] = ()
+
+    def age(self, done: int, partial: bool) -> float:
+        """Return how many versions its oldest token will be behind the policy that trains on it.
+
+        done     steps of the run so far: version `done` + 1 trains next
+        partial  whether begun groups go on; they end in the step after that of `ahead`
+        """
+        ages = [0.0, done + 1 - OpenGroup([], samples_of(self.ahead)).oldest]
+        if partial:
+            ends = done + 1 + bool(self.ahead)
+            ages += [ends - begun.oldest for begun in self.begun]
+        return max(ages)
 
 
 class State(NamedTuple):

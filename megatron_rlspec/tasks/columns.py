@@ -123,6 +123,8 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
     value = _needed(where, row, key, "data.prompt_key")
     if not isinstance(value, list):
         text: str = checked(where, key, value, _FILLED)
+        if options.apply_chat_template and text.startswith("[{"):
+            raise DataError(f"{where}: {key}: expected a list of messages, not its text")
         return text
     if not options.apply_chat_template:
         raise DataError(

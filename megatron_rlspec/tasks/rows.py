@@ -31,7 +31,9 @@ def read_rows(source: str | Path) -> Rows:
         if Path(file).is_dir():
             raise DataError(f"{file}: a directory; expected files, such as {file}/train-*.parquet")
         if reader is None and Path(file).exists():
-            raise DataError(f"{file}: expected a name that ends in {', '.join(READERS)}")
+            raise DataError(
+                f"{file}: expected a name that ends in {', '.join(READERS)}, or csv?data_files={file} for CSV"
+            )
         try:
             yield from _hub_rows(file) if reader is None else reader(Path(file))
         except OSError as error:

@@ -21,6 +21,7 @@ from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.packing.pack import pack
 from megatron_rlspec.records.recorder import read_records
 from megatron_rlspec.rollout.embedded.engine import EmbeddedEngine
+from megatron_rlspec.rollout.start import Kind
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import SHARPNESS, Prompt, Request, Sampling, SpecConfig
@@ -34,6 +35,8 @@ def options(start: Path, path: Path, **more: str):
     }
     found |= {"model.path": str(start / "model"), "data.path": str(start / "task/rl.jsonl"), "answer.path": str(path)}
     found |= {"rollout.engine": "embedded", "answer.prompts": "12", "spec.mode": "off"}
+    if "rollout__urls" in more:
+        del found["rollout.max_total_tokens"]
     return load(None, found | {name.replace("__", "."): value for name, value in more.items()})
 
 
@@ -119,6 +122,39 @@ def test_answers_of_another_kind_are_not_mixed(start, tmp_path, option, value, p
         (tmp_path / "model/chat_template.jinja").write_text("x")
     with pytest.raises(ConfigError, match=f"another `{part}` .*expected another file"):
         Journal(tmp_path / "a.jsonl", held(**changes), [])
+
+
+def test_answers_of_a_server_with_other_weights_are_not_mixed(start, tmp_path, monkeypatch):
+    """Engines at rollout.urls hold what others gave them; here embedded ones answer in their place."""
+    hf_config, tensors = read_hf(start / "model")
+    scales = [1.0]
+
+    class Served:
+        def __init__(self, *_):
+            pass
+
+        def engine(self, scale):
+            weights = ((name, tensors[name] * scale) for name in tensors)
+            return EmbeddedEngine(hf_config, weights, max_total_tokens=8192, max_length=256)
+
+        def launch(self):
+            pass
+
+        def wait(self):
+            return {f"http://127.0.0.1:3000{i}": self.engine(scale) for i, scale in enumerate(scales)}
+
+        def close(self):
+            pass
+
+    monkeypatch.setitem(answer.KINDS, "sglang", Kind(Served))
+    config = options(start, tmp_path / "a.jsonl", rollout__engine="sglang", rollout__urls="http://127.0.0.1:30000")
+    assert len(answered(config)) == len(answered(config)) == 48
+    scales[0] = 1.01
+    with pytest.raises(ConfigError, match="another `served`"):
+        answered(config)
+    scales.append(1.0)
+    with pytest.raises(ConfigError, match=r"rollout\.urls: the engines hold different weights"):
+        answered(config)
 
 
 def test_one_command_at_a_time_writes_a_file(start, tmp_path):

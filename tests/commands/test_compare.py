@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_rlspec.commands import compare
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.models.hf_files import read_hf, write_hf
 from megatron_rlspec.speculation.acceptance import accept_length
 
@@ -86,6 +87,12 @@ def test_a_drafter_without_a_name_is_refused(start, words, capsys):
     with pytest.raises(SystemExit) as ended:
         compare.main([str(start / "model"), *words, "--prompts", "p.jsonl"])
     assert ended.value.code == 2 and "expected NAME=DIR, each name once" in capsys.readouterr().err
+
+
+def test_answers_of_one_token_are_one_line(start):
+    words = [str(start / "model"), f"a={start / 'model'}", "--prompts", str(start / "task/eval.jsonl")]
+    with pytest.raises(ConfigError, match="ended with its first token"):
+        compare.main([*words, "--max-new-tokens", "1", "--steps", "1"])
 
 
 def test_a_resample_without_any_round_is_finite():

@@ -57,6 +57,8 @@ def run_dir(tmp_path):
     pieces = [["a", False], ["<i>c", True], ["d", False]]
     sample = {"step": 1, "prompt": "<b>", "response": "a<i>cd", "label": "1", "reward": None, "accepted": [0, 2]}
     write(folder, samples=[sample | {"pieces": pieces, "reward_error": "odd"}])
+    started = {"time": 1.0, "step": 0, "command": "rlspec train", "ranks": 1, "versions": {}}
+    write(folder, process=[started, {"kind": "end", "time": 2.0}])  # earlier versions wrote the second line
     (folder / "config.json").write_text(json.dumps({"train": {"steps": 12}}))
     return folder
 

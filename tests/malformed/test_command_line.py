@@ -57,6 +57,9 @@ COMMANDS = [
     Case("no ranks", "train --dry-run --ranks 0", ("--ranks 0", "a number from 1")),
     Case("size of GPUs", "train --gpu-gib 80", ("--gpu-gib has no effect without --dry-run",)),
     Case("ranks of torchrun", "train --ranks 4", ("--ranks 4", "WORLD_SIZE=1", "unset them"), environment=TORCHRUN),
+    Case("port of torchrun", "train", ("MASTER_PORT='99999'",), environment=TORCHRUN | {"MASTER_PORT": "99999"}),
+    Case("rank of torchrun", "train", ("LOCAL_RANK='x'",), environment=TORCHRUN | {"LOCAL_RANK": "x"}),
+    Case("two files", "train --config a.toml --config b.toml", ("--config twice",)),
     Case("words of Hydra", "train optimizer.lr=1e-5", ("unexpected word optimizer.lr=1e-5", "--optimizer.lr 1e-5")),
     Case(
         "one rank of two",

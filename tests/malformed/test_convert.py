@@ -86,6 +86,17 @@ def another_part(content: object) -> Callable[[Path], None]:
     return megatron(edit)
 
 
+def without_places(_: Path, index: Any) -> None:
+    index.storage_data = None
+
+
+def elsewhere(step: Path, index: Any) -> None:
+    for file in step.glob("*.distcp"):
+        file.rename(step.parent / file.name)
+    for info in index.storage_data.values():
+        info.relative_path = f"../{info.relative_path}"
+
+
 def longer(_: Path, index: Any) -> None:
     for info in index.storage_data.values():
         info.length = 1 << 60
@@ -103,6 +114,14 @@ EMBEDDING = "embedding.word_embeddings.weight"
 WEIGHTS = model_files()["model.safetensors"]
 CASES = [
     Case("no arguments", "convert", ("required: source, target",)),
+    Case("no source", "convert nosuch out --to megatron", ("nosuch: no such directory",)),
+    Case("a file", "convert x.gguf out", ("x.gguf: not a directory", "tools/gguf_to_hf.py"), {"x.gguf": ""}),
+    Case(
+        "all checkpoints of a run",
+        "convert checkpoints out",
+        ("holds a run's checkpoints", "such as checkpoints/step-000003"),
+        {f"checkpoints/step-00000{step}/layout.json": "{}" for step in (2, 3)},
+    ),
     Case("target exists", "convert hf hf", ("hf: exists already",), hf()),
     Case("drafter twice", "convert hf out --add-mtp", ("has a drafter already",), hf()),
     Case(
@@ -120,6 +139,8 @@ CASES = [
     ),
     Case("index of no pickle", TO_HF, (".metadata: unreadable index",), megatron(lambda *_: b"\x80\x04no")),
     Case("index evil", TO_HF, ("refers to posix.mkdir",), megatron(lambda *_: pickle.dumps(Owned()))),
+    Case("index without places", TO_HF, (".metadata: not the index",), megatron(without_places)),
+    Case("path out of the directory", TO_HF, ("a file beside it",), megatron(elsewhere)),
     Case("length huge", TO_HF, (".distcp: truncated",), megatron(longer)),
     Case("size huge", TO_HF, ("is not whole",), megatron(larger)),
     Case("dtype changed", TO_HF, ("expected torch.int8",), megatron(of_int8)),

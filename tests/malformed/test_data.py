@@ -47,6 +47,11 @@ ROWS = [
     row('{"prompt": "a1", "label": "1"', "not valid JSON"),
     row("{}", "no prompt; the row has nothing", "data.prompt_key"),
     row('{"prompt": [{"role": "user", "content": "x"}], "label": "1"}', "data.apply_chat_template=true"),
+    row(
+        '{"prompt": "[{}]", "label": "1"}',
+        "prompt: expected a list of messages, not its text",
+        act=TRAIN.replace("--data.path", "--data.apply_chat_template true --data.path"),
+    ),
     row('{"prompt": "a1"}', "no label; the row has prompt", "data.label_key names the column"),
     row('{"prompt": "a1", "label": "1", "metadata": {"x": 1e999}}', "metadata holds NaN, infinity or"),
     row('{"prompt": "a\\ud800b", "label": "1"}', "prompt: expected a valid string, unable to parse raw data"),
@@ -55,7 +60,7 @@ ROWS = [
 
 FILES = [
     file("missing", "no.jsonl", lambda here: None, "no.jsonl: No such file"),
-    file("of another format", "x.txt", lambda here: (here / "x.txt").touch(), "x.txt", ".jsonl, .json, .parquet"),
+    file("of another format", "x.csv", lambda here: (here / "x.csv").touch(), ".parquet", "csv?data_files=x.csv"),
     file("parquet cut", "x.parquet", lambda here: cut(here), "x.parquet: truncated or not Parquet"),
     file(
         "parquet second row",

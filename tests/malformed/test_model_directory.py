@@ -72,7 +72,7 @@ VALUES = [  # one for each rule
     value("rope_theta", DROP, "no rope_theta"),
     value("num_key_value_heads", 3, "a divisor of num_attention_heads=2"),
     value("hidden_size", 24, "hidden_size=24, but model.embed_tokens.weight has shape"),
-    setting("architecture GPT2LMHeadModel", "not trained", architectures=["GPT2LMHeadModel"]),
+    setting("architecture GPT2LMHeadModel", "not trained or converted", architectures=["GPT2LMHeadModel"]),
     value("model_type", "qwen3", "mimo or qwen2 or llama"),
     value("num_nextn_predict_layers", 0, "drafter"),
 ]

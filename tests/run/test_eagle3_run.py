@@ -1,5 +1,6 @@
 """Runs with an EAGLE-3 drafter: records, replay, resume, and what the next run starts from."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from short_run import run
 
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.config import ConfigError
 from megatron_rlspec.conversion.drafter_files import make_drafter
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
@@ -55,6 +57,12 @@ def test_a_checkpoint_becomes_policy_and_drafter(recorded, tmp_path):
     assert [read_hf(tmp_path / f"out{end}")[0] for end in ("", "_drafter")] == [
         read_hf(recorded / f"hf{end}")[0] for end in ("", "_drafter")
     ]
+    shutil.copytree(checkpoint, tmp_path / "checkpoints/step-000002")
+    shutil.copy(recorded / "config.json", tmp_path)
+    layout = tmp_path / "checkpoints/step-000002/layout.json"
+    layout.write_text(re.sub("words [0-9a-f]{8}", "words 00000000", layout.read_text()))
+    with pytest.raises(ConfigError, match="drafts from other words"):
+        main([str(layout.parent), str(tmp_path / "other")])
 
 
 @pytest.mark.slow

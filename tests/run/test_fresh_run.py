@@ -9,8 +9,10 @@ import torch
 from short_run import run, without_drafter
 
 from megatron_rlspec.commands.convert import main
+from megatron_rlspec.config import load
 from megatron_rlspec.models.hf_files import read_hf
 from megatron_rlspec.records.recorder import read_records
+from megatron_rlspec.run import fresh, identity
 
 # Without tis_clip, rounding of the engine's log-probs, which drafts change, does not reach the policy.
 OPTIONS = {"rollout__engine": "embedded", "algorithm__tis_clip": 0, "train__eval_prompts": 1, "train__steps": 8}
@@ -48,6 +50,24 @@ def test_a_run_drafts_when_that_pays_and_its_policy_is_that_of_a_run_without_a_d
         for folder in (ended, tmp_path)
     ]
     assert texts[0] == texts[1] and len(texts[0]) > 8
+
+
+def test_a_rank_says_what_it_waits_for(plain, tmp_path, monkeypatch, capsys):
+    options = {"drafter.fresh": "true", "model.max_length": "256", "rollout.max_new_tokens": "64"}
+    config = load(None, options | {"model.path": str(plain / "model"), "train.run_dir": str(tmp_path)})
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            (tmp_path / f"start-mtp-{identity.of_model(config.model.path)[:8]}").mkdir()
+
+    monkeypatch.setattr(fresh.time, "sleep", sleep)
+    monkeypatch.setattr(fresh, "SAY_AFTER", -1.0)
+    monkeypatch.setenv("RANK", "1")
+    fresh.with_fresh_drafter(config)
+    said = capsys.readouterr().out
+    assert said.count("which rank 0 writes; expected train.run_dir in a directory that all nodes share") == 1
 
 
 @pytest.mark.slow

@@ -8,25 +8,26 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from megatron_rlspec import loop
+from megatron_rlspec import __version__, loop
 from megatron_rlspec.config import load
 from megatron_rlspec.conversion.drafter_files import read_model
 from megatron_rlspec.models.directory import check_model
-from megatron_rlspec.models.hf_files import publish, read_hf
+from megatron_rlspec.models.hf_files import CheckpointError, publish, read_hf
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.records.clock import Clock
 from megatron_rlspec.records.recorder import read_records
-from megatron_rlspec.run import identity
+from megatron_rlspec.run import checkpoints, identity, state_file
 from megatron_rlspec.run.batches import mini_batches
 from megatron_rlspec.run.drafter_training import Drafting, chosen_samples
 from megatron_rlspec.run.engines import RunDraftRule
 from megatron_rlspec.run.logprob_gap import GAP, LogprobGap
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.run.result import build_result
+from megatron_rlspec.run.state_file import Drawn
 from megatron_rlspec.speculation.learning import Learning
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
-from megatron_rlspec.types import Group, Prompt, RoundStats, SpecConfig
+from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, RoundStats, Sample, SpecConfig
 
 
 @pytest.fixture
@@ -108,6 +109,36 @@ def test_the_drafter_learns_the_words_of_the_checkpoint_before_the_next_rollout(
     loaded = SimpleNamespace(vocabulary=DraftVocabulary(2, 9))
     Drafting(trainer, loaded, None, {"words": {"ids": [3, 7], "counts": [1.0, 2.0]}}, (), False)
     assert given == [[3, 7]]
+
+
+def group(version):
+    prompt = Prompt(0, np.arange(2))
+    sample = Sample("s", prompt, np.arange(4), np.ones(4), np.zeros(4), policy_versions=((version, 0, 2),))
+    return Group(prompt, [sample])
+
+
+def test_a_checkpoint_says_how_old_its_tokens_will_be():
+    """After 5 steps version 6 trains next; with a rollout that ran ahead, begun groups end at version 7."""
+    begun = OpenGroup([Request("r", Prompt(0, np.arange(2)), 1), Request("q", Prompt(0, np.arange(2)), 2)])
+    assert Drawn().age(5, partial=True) == 0
+    assert Drawn(begun=[begun]).age(5, partial=True) == 0, "none has a token"
+    begun.samples = group(5).samples
+    assert Drawn(begun=[begun]).age(5, partial=True) == 1
+    assert Drawn([group(5)], begun=[begun]).age(5, partial=True) == 2
+    assert Drawn([group(5)], begun=[begun]).age(5, partial=False) == 1
+
+
+def test_a_run_that_drew_ahead_goes_on_with_rollout_staleness_only(config, monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    path = tmp_path / "checkpoints/step-000005"
+    path.mkdir(parents=True)
+    values = {"step": 5, "version": __version__, "identity": {}}
+    state_file.write(state_file.of(path), values, Drawn([group(5)]))
+    with pytest.raises(CheckpointError, match=r"rollout\.staleness=0 and rollout\.partial=0: .* 1 versions old"):
+        checkpoints.Saver(SimpleNamespace(config=config), {}).load_newest(6)
+    ahead = config.model_copy(update={"rollout": config.rollout.model_copy(update={"staleness": 1})})
+    trainer = SimpleNamespace(config=ahead, load=lambda path: None)
+    assert len(checkpoints.Saver(trainer, {}).load_newest(6).drawn.ahead) == 1
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,13 @@ def options_of(config: Mapping[str, Any]) -> dict[str, str]:
 def read_run(directory: Path) -> Run:
     """Read a run directory. Raises FileError for files that cannot be read."""
     config = directory / "config.json"
+    processes = read_records(directory / "process.jsonl")
     return Run(
         name="/".join(directory.resolve().parts[-2:]),
         steps=read_records(directory / "metrics.jsonl"),
         events=read_records(directory / "events.jsonl"),
         samples=read_records(directory / "samples.jsonl"),
-        starts=read_records(directory / "process.jsonl"),
+        # earlier versions also wrote how a process ended
+        starts=[process for process in processes if "command" in process],
         config=files.read_json(config) if config.exists() else {},
     )
