@@ -25,8 +25,8 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # What stands, rounded up; a change that deletes lowers the number here.
 MOST_TOKENS = {
-    "": 247_500,  # the whole package
-    "core": 232_000,  # all of it but extensions/
+    "": 248_000,  # the whole package
+    "core": 232_500,  # all of it but extensions/
     "rollout/sglang": 42_000,
 }
 MOST_TOKENS_A_LINE = 8.5
