@@ -180,6 +180,8 @@ class DrafterTraining:
             self.learner.zero_grad()
             metrics["drafter_grad_norm"] = norm
             metrics["drafter_skipped"] = float(not updated)
+        if not self._sums:
+            return metrics
         steps = self.objective.predicted_steps
         follow_rounds(self._sums, steps)
         totals = sum_over_replicas(self._sums)

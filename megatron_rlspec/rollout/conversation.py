@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0  # between two looks at how long functions have run
 
 
 class Conversation:
-    """One sample while it is drawn, by one thread.
+    """One sample while it is drawn. `reply` and `append` raise RuntimeError beside a reply in another thread.
 
     prompt     the task, with `label` and `metadata`
     sampling   as the run samples; `max_new_tokens` bounds all tokens after the prompt
@@ -93,6 +93,7 @@ class Conversation:
         The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, the token that completes one of
         the strings `stop` or of `rollout.stop`, after `max_new_tokens`, or where nothing remains.
         """
+        self._check_alone()
         most = self.remaining
         if max_new_tokens is not None:
             most = min(operator.index(max_new_tokens), most)
@@ -137,6 +138,7 @@ class Conversation:
 
         Special tokens in it, such as those of a chat template, are recognised.
         """
+        self._check_alone()
         if not isinstance(text, str):  # a tokenizer takes a list for several texts
             raise TypeError(f"append: expected text, found {type(text).__name__}")
         text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
@@ -144,6 +146,13 @@ class Conversation:
         self._tokens += ids
         self._trained += [False] * len(ids)
         self._logprobs += [0.0] * len(ids)
+
+    def _check_alone(self) -> None:
+        """Raise RuntimeError while an engine replies: the sample would not be the text that the engine has."""
+        if self.since is None:
+            raise RuntimeError(
+                "a reply to this conversation goes on in another thread; expected one turn at a time"
+            )
 
     def _add(self, drawn: Sample) -> None:
         start = len(self._tokens)
@@ -278,6 +287,10 @@ class Conversations:
             if self._failure is not None:
                 raise Unwound
             reward = self._function(conversation)
+            if conversation.since is None:
+                raise FunctionError(
+                    f"{self._named}: the function returned while a thread of it waits for a reply"
+                )
             sample = conversation.sample()
             if reward is not None:
                 sample.reward = self._number(reward)

@@ -330,11 +330,13 @@ class Acceptance:
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
         """Restore the state that `to_json` returned. Raises ValueError, KeyError."""
         acceptance = cls(data["depth"])
+        if acceptance.depth < 1:
+            raise ValueError(f"acceptance state: depth={acceptance.depth} must be positive")
         for name in _STATE:
             values = np.array(data[name], float)
-            if values.shape != (acceptance.depth,) or not (values >= 0).all():
+            if values.shape != (acceptance.depth,) or not ((0 <= values) & (values < np.inf)).all():
                 raise ValueError(
-                    f"acceptance state: {name} must hold {acceptance.depth} numbers from 0 on, got {data[name]}"
+                    f"acceptance state: {name} must hold {acceptance.depth} finite numbers from 0 on, got {data[name]}"
                 )
             setattr(acceptance, name, values.tolist())
         if not (np.array(acceptance.hits) <= acceptance.draws).all():

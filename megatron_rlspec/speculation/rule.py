@@ -347,14 +347,19 @@ class SpecRule:
                 f"speculation rule: unknown field {min(unknown)!r}, expected among {expected}"
             )
         for name in ("candidates", "roofline"):
-            if name not in data:
-                raise ValueError(f"speculation rule: no field {name!r}")
+            if not data.get(name):
+                raise ValueError(f"speculation rule: no field {name!r}, or an empty one")
         acceptance = data.get("acceptance")
+        forecast = data.get("forecast")
+        if forecast is not None and not _are_rates(forecast):
+            raise ValueError(
+                f"speculation rule: forecast={forecast!r}: expected a list of numbers from 0 to 1, at least one"
+            )
         rule = cls(
             [SpecConfig.from_json(value) for value in data["candidates"]],
             Roofline.from_json(data["roofline"]),
             acceptance=None if acceptance is None else Acceptance.from_json(acceptance),
-            forecast=data.get("forecast"),
+            forecast=forecast,
             ragged=data.get("ragged", False),
         )
         if rule.selection is not None and data.get("chances") is not None:
@@ -372,6 +377,12 @@ class SpecRule:
                 self.selection.restore(learnt["chances"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"speculation rule: learnt state without {error}") from None
+
+
+def _are_rates(value: Any) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in value)
 
 
 _KEYS = {"candidates", "acceptance", "chances", "forecast", "learnt", "ragged", "roofline"}

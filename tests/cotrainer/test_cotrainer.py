@@ -117,6 +117,12 @@ def test_the_drafter_learns_as_in_our_own_loop(trained, model):
     assert metrics["drafter_tokens_k3"] == pytest.approx(trainer.prediction.tokens_per_round(3), rel=1e-4)
 
 
+def test_a_step_without_samples(model):
+    cotrainer = beside(train.load_policy(model), model)
+    cotrainer.begin_step([])
+    assert set(cotrainer.end_step()) == {"drafter_grad_norm", "drafter_skipped"}
+
+
 def test_a_resumed_drafter_takes_the_same_step(trained, model, tmp_path):
     policy, cotrainer, rollouts = trained
     cotrainer.save(tmp_path / "drafter")

@@ -178,3 +178,15 @@ def test_a_frozen_drafter_is_measured_and_stays(eagle3, tmp_path):
     assert not gap and not changed
     for inside, own in losses + tokens_per_round:
         assert inside == pytest.approx(own, rel=1e-9)
+
+
+def test_a_rotary_base_that_is_not_the_models_is_refused():
+    from megatron_rlspec.integrations.slime.drafter import SlimeMTP
+    from megatron_rlspec.integrations.slime.options import Options
+
+    sampling = {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1}
+    args = Namespace(**sampling, clip_grad=0.0, rlspec={"drafter": {}, "candidate_steps": [0, 1], "folder": "unused"})
+    nested = {"architectures": ["Some"], "text_config": {"rope_theta": 5e5}}
+    model = SimpleNamespace(rotary_base=10000, _postprocess=None)
+    with pytest.raises(ValueError, match="rope_theta=500000, but the model was built with --rotary-base 10000"):
+        SlimeMTP(model, Options.from_args(args), args, nested)

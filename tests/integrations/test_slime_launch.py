@@ -133,6 +133,11 @@ def test_the_number_of_steps_is_fixed_if_sglang_cannot_adapt_it(given):
     assert added.notes == [f"the number of draft steps is fixed at 2: {reason}"]
 
 
+def test_candidates_without_the_steps_at_the_start_are_refused():
+    with pytest.raises(ConfigError, match=r"expected 3 among them, .*\(--sglang-speculative-num-steps\)"):
+        plan([], DRAFTER, [0, 1])
+
+
 def test_the_recipes_number_of_steps_is_used_at_the_start():
     added = plan(["--sglang-speculative-num-steps", "4"], DRAFTER)
     assert added.settings["candidate_steps"] == [0, 1, 2, 3, 4, 5] and not added.notes

@@ -41,7 +41,7 @@ def test_a_server_with_options_that_the_rule_never_ran_under_ends(tmp_path: Path
         raise RuntimeError("it serves")
     last = str(ended.value).strip().splitlines()[-1]
     told = "RLSPEC_SGLANG is set with --speculative-adaptive, but engines whose ranks attend to requests of their own"
-    assert last.startswith(f"rlspec: {told}")
+    assert last.startswith(f"rlspec: {told}") and last.endswith("(`rlspec serve --spec off`)")
 
 
 @pytest.mark.parametrize(("version", "adapter"), [("0.5.16.post2.dev3+g1a", "0.5.16"), ("0.5.23.dev4", "0.5.23")])

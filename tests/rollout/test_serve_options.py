@@ -117,6 +117,13 @@ def test_an_option_without_effect_is_refused(given: list[str], useless: list[str
         started(folder, *given, *useless)
 
 
+@pytest.mark.parametrize("more", [[], ["--print"]], ids=["served", "printed"])
+def test_options_of_sglang_that_drafts_never_ran_with_are_refused(folder: Path, more: list[str]) -> None:
+    options = ["--model", str(folder / "mimo"), "--dp-size", "2", *more]
+    with pytest.raises(ConfigError, match="--dp-size: not supported with drafts; remove it, or serve with --spec off"):
+        serve.main(options)
+
+
 @pytest.mark.parametrize("words", [["--hos", "0.0.0.0"], ["--por=30001"]])
 def test_what_sglang_would_complete_to_an_option_of_ours_is_refused(words: list[str], capsys) -> None:
     with pytest.raises(SystemExit):

@@ -50,9 +50,10 @@ def test_a_silent_engine_is_distinguished_from_one_that_has_ended(said, stays, t
     ("body", "status", "told"),
     [
         (b"[" * 100_000, "200 OK", "not an rlspec engine: control/describe answered '[[["),
+        (b'{"detail": 1}', "200 OK", "not an rlspec engine: control/describe answered '{\"detail\": 1}'"),
         (b'{"detail": 1}', "404 Not Found", "not an rlspec engine: control/describe answered with status 404"),
     ],
-    ids=["nested", "404"],
+    ids=["nested", "another", "404"],
 )
 def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
     class Handler(socketserver.StreamRequestHandler):
@@ -66,9 +67,20 @@ def test_a_page_that_is_no_engine_is_refused(body, status, told, tmp_path):
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
         try:
-            _told(lambda: SGLangEngine(url).describe(), told)
-            _told(lambda: SGLangEngine(url).fingerprints(), "not an rlspec engine")
-            _told(lambda: SGLangEngine(url).generate([Request("r.", Prompt(0, np.array([1])), 0)], Sampling()), "")
+            engine = SGLangEngine(url)
+            _told(engine.describe, told)
+            asked = [Request("r.", Prompt(0, np.array([1])), 0)]
+            for act in (
+                lambda: engine.begin_update(1),
+                lambda: engine.generate(asked, Sampling()),
+                engine.progress,
+                engine.stats,
+                engine.recent_rounds,
+                engine.spec_rule_report,
+                engine.fingerprints,
+            ):
+                _told(act, "not an rlspec engine")
+                engine._broken = ""
             # A run that is given this address stops before it builds a trainer or writes anything.
             _told(lambda: ServedEngines(load(None, {"rollout.urls": url}), tmp_path, GpuLayout()), told)
         finally:

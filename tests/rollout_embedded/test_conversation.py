@@ -159,6 +159,35 @@ def test_a_function_that_does_not_go_on_ends_the_rollout(model, patient):
         release.set()
 
 
+def test_a_conversation_takes_one_turn_at_a_time():
+    """A reply beside another one would be of a text that its sample does not have."""
+    refused, begun, end = [], threading.Event(), threading.Event()
+
+    class Waiting:
+        def generate(self, requests, sampling):
+            begun.set()
+            end.wait()
+            raise SystemExit  # of its thread
+
+        def abort(self, request_ids):
+            pass
+
+    def two_threads(conversation):
+        threading.Thread(target=conversation.reply, daemon=True).start()
+        begun.wait()
+        for turn in (conversation.reply, lambda: conversation.append("AB")):
+            with pytest.raises(RuntimeError, match="goes on in another thread"):
+                turn()
+            refused.append(turn)
+
+    try:
+        with pytest.raises(ConfigError, match="returned while a thread of it waits for a reply"):
+            Conversations(two_threads, EnginePool({"a": Waiting()}), Letters()).draw(oracle.requests(PROMPTS[:1]), LONG)
+    finally:
+        end.set()
+    assert len(refused) == 2
+
+
 class Lost:
     """An engine that fails after its first answer. Two tokens of the second one are known."""
 

@@ -393,3 +393,12 @@ def test_drafts_that_cost_more_than_they_save_are_noticed_by_their_durations(mon
     greedy = Sampling(temperature=0, max_new_tokens=80, ignore_eos=True)
     off = shares(engine, {"roofline": COST.to_json()}, greedy)
     assert off > 0.6 if dear > 2 else off < 0.2, off
+
+
+def test_what_the_engine_would_compute_otherwise_is_refused(model):
+    config, tensors = model
+    for key, value in (("use_sliding_window", True), ("rope_scaling", {"rope_type": "linear", "factor": 2.0})):
+        with pytest.raises(ValueError, match=f"the embedded engine's model: {key}"):
+            oracle.engine_of(config | {key: value}, tensors)
+    with pytest.raises(ValueError, match="verifier='positions'; known: "):
+        oracle.engine_of(config, tensors, verifier="positions")

@@ -48,7 +48,12 @@ def test_an_untried_depth_moves_with_the_depth_above_it():
     assert acceptance.rates == pytest.approx([0.4, 0.2], abs=0.025)  # the ratio of 1/2 is remembered
 
 
-@pytest.mark.parametrize("changed", [{"hits": [-16.8]}, {"hits": [1e308]}, {"ratio_hits": [-1.0]}])
+EMPTY = {"depth": 0, "hits": [], "draws": [], "ratio_hits": [], "ratio_base": []}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"hits": [-16.8]}, {"hits": [1e308]}, {"ratio_hits": [-1.0]}, {"draws": [float("inf")]}, EMPTY]
+)
 def test_a_state_that_no_rounds_give_is_refused(changed):
     """A rate of it below 0 or above 1 would end the scheduler, or keep it drafting."""
     state = {"depth": 1, "hits": [1.0], "draws": [10.0], "ratio_hits": [1.0], "ratio_base": [2.0]}

@@ -175,11 +175,16 @@ def test_a_forecast_that_drafting_pays_is_tried_at_once_and_only_once():
     assert count(machine.run(100, 4), lambda config: config.num_steps > 1) > 50
 
 
+BAD_FORECASTS = ([], 3, [None], ["a"], {"a": 1}, [5.0], [-1.0], [float("nan")])
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
         ({"colour": 1}, "unknown field 'colour'"),
         ({"candidates": [1, [2, 1, 3]]}, r"\[2, 1, 3\] drafts a round; expected a number from 0"),
+        ({"candidates": []}, "no field 'candidates', or an empty one"),
+        *[({"forecast": bad}, "forecast=.*: expected a list of numbers from 0 to 1") for bad in BAD_FORECASTS],
     ],
 )
 def test_bad_data_gets_one_line(data, expected):

@@ -65,7 +65,12 @@ class SlimeMTP(DrafterTraining):
         )
         family = FAMILIES.get(hf_config["architectures"][0])
         self._zero_first_embedding = family is not None and family.zero_first_embedding
-        self._rope = Rope.of(hf_config)
+        self._rope = Rope.of(hf_config.get("text_config", hf_config))
+        if options.drafter.depth > 1 and self._rope.base != model.rotary_base:
+            raise ValueError(
+                f"config.json has rope_theta={self._rope.base:g}, but the model was built with --rotary-base "
+                f"{model.rotary_base:g}; expected the same"
+            )
         model.mtp.requires_grad_(False)
         routing.leave_out(model.mtp)
 

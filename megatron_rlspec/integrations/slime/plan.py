@@ -153,7 +153,7 @@ def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -
         )
     if start not in candidate_steps:
         raise ConfigError(
-            f"--candidate-steps {shown}: expected {start}, the steps at the start, among them"
+            f"--candidate-steps {shown}: expected {start} among them, the steps at the start ({NUM_STEPS})"
         )
     return sorted(candidate_steps)
 

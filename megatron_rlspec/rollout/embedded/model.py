@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rlspec.models.config import DRAFTER, refusal, stated_ends
+from megatron_rlspec.models.config import DRAFTER, check_config, refusal, stated_ends
 from megatron_rlspec.models.config import PREFIX as EAGLE3
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config
 from megatron_rlspec.models.families import FAMILIES, names_where
@@ -61,14 +61,12 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
-        """Read a config.json that `models.config.check_config` accepts.
-
-        Raises ValueError for a model that the embedded engine cannot run.
-        """
+        """Read a config.json. Raises ValueError for a model that the embedded engine cannot run."""
         name = (config.get("architectures") or ["none"])[0]
         known = names_where(lambda facts: facts.embedded)
         if name not in known:
             raise ValueError(f"config.json: {refusal(name, 'run by the embedded engine', known)}")
+        check_config(config, "the embedded engine's model")
         facts = FAMILIES[name]
         layers = config["num_hidden_layers"]
         attention = _attention(config)

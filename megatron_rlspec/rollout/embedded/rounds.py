@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ class Span(NamedTuple):
 class RoundRunner:
     """Runs prefills and decode rounds. They advance rows of `cache` in place.
 
+    Raises ValueError for an unknown verifier.
+
     selection  the rule, if it chooses how many drafts of each row the target verifies; None: it verifies all
     """
 
@@ -39,6 +41,8 @@ class RoundRunner:
         prefill_chunk: int,
         sharpness: float = SHARPNESS[0],
     ) -> None:
+        if verifier not in get_args(Verifier):  # another name would run target_only
+            raise ValueError(f"verifier={verifier!r}; known: {', '.join(get_args(Verifier))}")
         self.cache = cache
         self.model = cache.model
         self.verifier = verifier

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import requests
@@ -43,6 +44,21 @@ class Connection:
     def post(self, path: str, **arguments: Any) -> dict[str, Any]:
         with self._send(path, **arguments) as answer:
             return self._object(path, answer.content)
+
+    @contextmanager
+    def asked(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Post a request, and read its answer in the `with` block."""
+        answer = self.post(path, **arguments)
+        with self.reading(path, answer):
+            yield answer
+
+    @contextmanager
+    def reading(self, path: str, answer: Any) -> Iterator[None]:
+        """Raise RefusedError where an answer does not have what the `with` block reads."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError):
+            raise self.not_an_engine(path, answer) from None
 
     def post_to_sglang(self, route: str, body: dict[str, Any]) -> None:
         """Call one of SGLang's own routes."""

@@ -102,11 +102,12 @@ class SGLangEngine(Connection):
                     place = f"request {line['id']}" if "id" in line else "generate"
                     kind = RequestError if line.get("status") in MALFORMED else EngineError
                     raise kind(f"{self.url}: {place}: {line['error']}")
-                request = by_id[line["id"]]
-                if "drawn" in line:
-                    begun[request.id] = _longer(begun.get(request.id), line)
-                    continue
-                sample = samples[request.id] = _sample(request, line)
+                with self.reading("generate", line):
+                    request = by_id[line["id"]]
+                    if "drawn" in line:
+                        begun[request.id] = _longer(begun.get(request.id), line)
+                        continue
+                    sample = samples[request.id] = _sample(request, line)
                 if on_sample:
                     on_sample(sample)
             if len(samples) != len(requests):
@@ -115,7 +116,7 @@ class SGLangEngine(Connection):
             unfinished = {}
             for name in begun.keys() - samples.keys():
                 # marks and rounds that do not agree: the sample begins anew
-                with suppress(ValueError):
+                with suppress(KeyError, TypeError, ValueError):
                     unfinished[name] = Partial.of(_sample(by_id[name], begun[name]))
             error.begun = unfinished
             raise
@@ -125,7 +126,8 @@ class SGLangEngine(Connection):
         """Open an update. One that another client left open ends unfinished."""
         self._broken = self._broken or f"version {version} was not completed"
         query = {"scope": scope, "version": str(version)}
-        self._update = self.post("weights/begin", params=query)["session"]
+        with self.asked("weights/begin", params=query) as answer:
+            self._update = answer["session"]
 
     def send(self, bucket: Bucket, *others: SGLangEngine) -> None:
         posts = [engine._in_update for engine in (self, *others)]
@@ -163,7 +165,8 @@ class SGLangEngine(Connection):
 
     def spec_rule_report(self) -> dict[str, Any]:
         """Return `SpecRule.report` of the engine's rule since the last call; empty without speculation."""
-        return self.post("control/spec_rule_report")["report"]
+        with self.asked("control/spec_rule_report") as answer:
+            return dict(answer["report"])
 
     def hold(self, reason: str) -> None:
         """Disable speculation until `release`. Rules set before that are stored. `describe()["held"]` is the reason."""
@@ -190,44 +193,45 @@ class SGLangEngine(Connection):
 
         A resumed sample's `prompt` includes what it was resumed with.
         """
-        answer = self.post("control/progress")
-        running = tuple(RunningSample(*row) for row in answer["running"])
-        version = int(answer["version"])
-        return Load(self.url, running, answer["waiting"], answer["free_tokens"], version)
+        with self.asked("control/progress") as answer:
+            running = tuple(RunningSample(*row) for row in answer["running"])
+            version = int(answer["version"])
+            return Load(self.url, running, answer["waiting"], answer["free_tokens"], version)
 
     def stats(self) -> list[RoundStats]:
         stats = []
-        for fields in self.post("control/stats")["rounds"]:
-            fields["config"] = SpecConfig(**fields["config"])
-            for histogram in ("accepted", "if_all"):
-                fields[histogram] = tuple(fields[histogram])
-            stats.append(RoundStats(**fields))
+        with self.asked("control/stats") as answer:
+            for fields in answer["rounds"]:
+                fields["config"] = SpecConfig(**fields["config"])
+                for histogram in ("accepted", "if_all"):
+                    fields[histogram] = tuple(fields[histogram])
+                stats.append(RoundStats(**fields))
         return stats
 
     def recent_rounds(self) -> list[Round]:
         """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
-        rounds = self.post("control/recent_rounds")["rounds"]
-        return [(SpecConfig(**config), *rest) for config, *rest in rounds]
+        with self.asked("control/recent_rounds") as answer:
+            return [(SpecConfig(**config), *rest) for config, *rest in answer["rounds"]]
 
     def fingerprints(self) -> dict[str, int]:
         """Return those of the tensors held, or of what the loaders were given if the held tensors have no names."""
         tensors = self._holds()
         if tensors["unnamed"]:
-            delivered = self.post("control/delivered")
-            return as_delivered(delivered, set(tensors["drafter"]).__contains__)
-        return self.post("control/fingerprints")["fingerprints"]
+            with self.asked("control/delivered") as delivered:
+                return as_delivered(delivered, tensors["drafter"].__contains__)
+        with self.asked("control/fingerprints") as answer:
+            return dict(answer["fingerprints"])
 
     def _holds(self) -> dict[str, Any]:
         """Return `shapes` by name, the `drafter`'s names, and why there are no shapes (`unnamed`); asked once."""
         if self._held is None:
-            answer = self.post("control/shapes")
-            if answer["unnamed"]:
+            with self.asked("control/shapes") as answer:
+                unnamed = answer["unnamed"]
+                self._held = {**answer, "drafter": set(answer["drafter"])}
+            if unnamed:
                 logger.warning(
-                    "%s: pushes are checked by what its loaders were given: %s",
-                    self.url,
-                    answer["unnamed"],
+                    "%s: pushes are checked by what its loaders were given: %s", self.url, unnamed
                 )
-            self._held = answer
         return self._held
 
     def describe(self) -> EngineDescription:

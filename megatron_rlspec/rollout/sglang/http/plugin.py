@@ -80,7 +80,10 @@ def _check(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     from megatron_rlspec.rollout.sglang.settings import refused
 
     if server_args.speculative_adaptive and (reason := refused(server_args)):
-        raise SystemExit(f"rlspec: RLSPEC_SGLANG is set with --speculative-adaptive, but {reason}")
+        raise SystemExit(
+            f"rlspec: RLSPEC_SGLANG is set with --speculative-adaptive, but {reason}; remove that option, or serve "
+            "without drafts (`rlspec serve --spec off`)"
+        )
 
 
 def _register_models(architectures: Collection[str]) -> None:

@@ -70,6 +70,16 @@ _CPU_ARGUMENTS = [
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
+# SGLang's options that are refused with drafts, as `settings.refused` refuses them in SGLang's own server
+_WITHOUT_DRAFTS = (
+    "--enable-mixed-chunk",
+    "--disaggregation-mode",
+    "--speculative-use-rejection-sampling",
+    "--enable-dp-attention",
+    "--attn-dp-size",
+    "--dp-size",
+    "--data-parallel-size",
+)
 _CPU_TOKENS = 65536  # of the KV cache on a CPU, by default
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -194,6 +204,11 @@ def main(argv: list[str] | None = None) -> None:
         parents.end_with(options.stop_with_parent)
     name = Path(options.model).name or options.model
     check(options, parser().get_default)
+    for text in rest:
+        if options.spec != "off" and text.startswith(_WITHOUT_DRAFTS):
+            raise ConfigError(
+                f"{text}: not supported with drafts; remove it, or serve with --spec off"
+            )
     printed = options.print or options.project
     device = _device_of_printed(options, rest) if printed else _device(options.device)
     installed_sglang()
