@@ -1,6 +1,7 @@
 """Samples of several turns, in the embedded engine: text, masks, log-probs, drafts, and what ends a conversation."""
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import embedded_oracle as oracle
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megatron_rlspec.config import ConfigError
+from megatron_rlspec.custom import Unwound
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.pool import EnginePool
@@ -167,13 +169,17 @@ def test_a_conversation_takes_one_turn_at_a_time():
         def generate(self, requests, sampling):
             begun.set()
             end.wait()
-            raise SystemExit  # of its thread
+            return [request.aborted() for request in requests]
 
         def abort(self, request_ids):
             pass
 
+    def beside(conversation):
+        with suppress(Unwound):
+            conversation.reply()
+
     def two_threads(conversation):
-        threading.Thread(target=conversation.reply, daemon=True).start()
+        threading.Thread(target=beside, args=(conversation,), daemon=True).start()
         begun.wait()
         for turn in (conversation.reply, lambda: conversation.append("AB")):
             with pytest.raises(RuntimeError, match="goes on in another thread"):
