@@ -20,7 +20,6 @@ from test_sglang_engine import (
     WEIGHTS,
     WORTH_IT,
     choosing,
-    fresh,
     half_wrong_drafter,
     texts,
 )
@@ -28,13 +27,19 @@ from test_sglang_engine import (
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.rollout.sglang.client.launcher import launch
-from megatron_rlspec.types import OFF, Request, Sampling
+from megatron_rlspec.types import OFF, Prompt, Request, Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SAMPLINGS = (
     Sampling(max_new_tokens=400, stop_token_ids=tuple(range(3, 160, 80))),
     Sampling(temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=400, ignore_eos=True),
 )
+
+
+def fresh(n: int, tag: str, first: int) -> list[Request]:
+    """Requests of prompts that no other test has."""
+    prompts = [Prompt(i, np.random.default_rng(first + i).integers(3, 160, 20)) for i in range(n)]
+    return [Request(f"{tag}-{i:03d}.", prompt, seed=first + i) for i, prompt in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
