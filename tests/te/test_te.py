@@ -13,7 +13,7 @@ STAND_IN = TESTS / "te/stand_in"
 # Steps in other layouts: te/inside/test_branches.py.
 SUITE = {
     "layers, steps, isolation": ["te/inside", "train/test_isolation.py"],
-    "names": ["models/test_layouts_of_ranks.py", "models/test_names.py", "models/test_families.py"],
+    "names": ["models/test_layouts_of_ranks.py", "models/test_families.py"],
     "policy and drafters": ["train/test_model_parity.py", "train/test_eagle3_training.py"],
     "experts": ["train/test_experts.py", "train/test_expert_parallel.py"],
     "resume": ["train/test_resume.py"],
