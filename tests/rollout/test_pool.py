@@ -295,10 +295,13 @@ def test_restarts_are_counted_over_all_engines_of_a_run():
 
 
 def test_an_engine_that_cannot_start_is_reported_and_others_are_awaited():
+    failed = threading.Event()
+
     def start(name, number):
         if name == "bad":
+            failed.set()
             raise EngineError("bad: no memory")
-        time.sleep(0.1)
+        assert failed.wait(60)  # so the other one has failed when this one is ready
         return name
 
     restarts = Restarts(start, 2, (0.0,))
