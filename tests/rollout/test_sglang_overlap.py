@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import emulated_graphs
 import emulation
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.slow
 KEY = "right-key"
 EMULATED = {"like a GPU": ",".join(emulation.PARTS), "overlap only": "overlap"}
 Engines = dict[str, SGLangEngine]
+Turns = TypeVar("Turns")  # the samples of a test's turns
 LOGS: dict[str, Path] = {}  # of the engines of `EMULATED`
 
 
@@ -181,6 +183,15 @@ def test_a_probe_lets_some_drafters_catch_up_and_drafting_lets_all(engines: Engi
     assert len(both) > 50 and 10 < sum(a > 0 for a, _ in both) < len(both)
 
 
+def drafting_or_off(engine: SGLangEngine, turns: Callable[[int, SpecConfig], Turns]) -> tuple[Turns, Turns]:
+    """Call `turns` with drafts in every round, and with rounds that are off. The engine is as before then."""
+    try:
+        return turns(80, k(3)), turns(81, OFF)
+    finally:
+        engine.set_config(k(3))
+        engine.update_weights(0, WEIGHTS.items())
+
+
 def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: Engines) -> None:
     """Turn 1 runs without drafts. Turn 2 takes its prefix from SGLang's tree, and drafts as if never off."""
     engine = engines["adaptive"]
@@ -195,12 +206,7 @@ def test_a_later_turn_finds_no_hole_in_the_drafters_cache(engines: Engines) -> N
         later = [Request(f"two-{version}-{i:03d}.", prompt, seed=2000 + i) for i, prompt in enumerate(prompts)]
         return [*done, list(engine.generate(later, sampling))]
 
-    try:
-        always = turns(80, k(3))
-        again = turns(81, OFF)
-    finally:
-        engine.set_config(k(3))
-        engine.update_weights(0, WEIGHTS.items())
+    always, again = drafting_or_off(engine, turns)
     assert [texts(turn) for turn in always] == [texts(turn) for turn in again]
     assert [s.accepted for s in again[1]] == [s.accepted for s in always[1]]
     assert any(sum(s.accepted[1:]) > 10 for s in always[1])
@@ -250,12 +256,7 @@ def test_a_request_that_ends_while_off_adds_no_unread_tokens_to_the_prefix_tree(
         [second] = engine.generate([later], Sampling(temperature=0.3, max_new_tokens=100, ignore_eos=True))
         return second
 
-    try:
-        always = turns(80, SpecConfig(3))
-        again = turns(81, OFF)
-    finally:
-        engine.set_config(k(3))
-        engine.update_weights(0, WEIGHTS.items())
+    always, again = drafting_or_off(engine, turns)
     assert texts([always]) == texts([again])
     assert always.accepted == again.accepted and sum(always.accepted[1:]) > 10
 
