@@ -1,4 +1,4 @@
-"""Samples of several turns: a function of the user's talks to the engine, a tool and an environment.
+"""Samples of several turns: a function that the user wrote talks to the engine, a tool and an environment.
 
 The function gets a `Conversation` (rollout.function = module:function). It asks the policy for a reply, appends what a
 tool or the environment answers, and goes on. All turns of a conversation make one `Sample`: replies are trained, all
@@ -32,13 +32,15 @@ from megatron_rlspec.types import Request, Sample, Sampling, Status
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_THREADS = 1024
+MOST_THREADS = 1024  # conversations that run at once; the others wait for a thread
 LONGEST_TOKEN = 1024  # characters; no tokenizer has a longer one
-LOOK_SECONDS = 1.0  # between two looks at how long functions have run
+LOOK_SECONDS = 1.0  # between two checks of how long functions have run
 
 
 class Conversation:
-    """One sample while it is drawn. `reply` and `append` raise RuntimeError beside a reply in another thread.
+    """One sample while it is generated: what the user's function gets. Its public fields are the user's interface.
+
+    `reply` and `append` raise RuntimeError while a reply in another thread is not finished.
 
     prompt     the task, with `label` and `metadata`
     sampling   as the run samples; `max_new_tokens` bounds all tokens after the prompt
@@ -46,6 +48,8 @@ class Conversation:
     text       everything after the prompt
     finished   whether the last reply ended with the model's end-of-sequence token, a stop token or a stop string
     remaining  tokens that may still follow
+    since      for `Conversations`: since when the function runs, by time.monotonic(). None while an engine replies, and
+               after the end: the engine's time does not count as the function's
     """
 
     def __init__(
@@ -65,13 +69,13 @@ class Conversation:
         self._keyed = keyed
         self._status: Status = "truncated"
         self._turns = 0
+        # Three lists of one length, with an entry for each token after the prompt.
         self._tokens: list[int] = []
         self._trained: list[bool] = []
         self._logprobs: list[float] = []
-        self._versions: list[tuple[int, int]] = []  # version, its first token
-        self._accepted: list[int] = []
-        self._drafted: list[tuple[int, int]] = []
-        # when the function went on; None while an engine replies
+        self._versions: list[tuple[int, int]] = []  # (version, index of its first token)
+        self._accepted: list[int] = []  # as `Sample.accepted`
+        self._drafted: list[tuple[int, int]] = []  # as `Sample.accepted_spans`
         self.since: float | None = time.monotonic()
 
     @property
@@ -94,22 +98,23 @@ class Conversation:
         the strings `stop` or of `rollout.stop`, after `max_new_tokens`, or where nothing remains.
         """
         self._check_alone()
+        # `operator.index` refuses floats with a TypeError here, in the user's line, and takes integers of numpy
         most = self.remaining
         if max_new_tokens is not None:
             most = min(operator.index(max_new_tokens), most)
-        own_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = replace(
             self.sampling,
             max_new_tokens=most,
             stop_token_ids=tuple(operator.index(token) for token in stop_token_ids),
-            stop=self.sampling.stop + own_strings,
+            stop=self.sampling.stop + stop_strings,
         )
         if most < 1:
             self.finished = False
             self._status = "truncated"
             return ""
         so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
-        name = f"{self._request.id}-t{self._turns:04d}"
+        name = f"{self._request.id}-t{self._turns:04d}"  # of a fixed width: no id may be a prefix of another
         prompt = replace(self.prompt, tokens=so_far)
         turn = Request(name, prompt, self._seed())
         self.since = None
@@ -122,11 +127,15 @@ class Conversation:
         self._status = drawn.status
         self.finished = drawn.status == "finished"
         if drawn.status == "aborted":
-            raise Unwound
+            raise Unwound  # ends the user's function: the rollout has failed
         return str(self.tokenizer.decode(drawn.response, skip_special_tokens=True))
 
     def _seed(self) -> int:
-        """Return the next turn's seed. Noise that no position keys would begin again with the same one."""
+        """Return the next turn's seed: the sample's own if noise is keyed by positions.
+
+        Other noise is keyed by the number of the draw, which begins at 0 in every turn. With one seed, all turns would
+        have the same noise.
+        """
         seed = self._request.seed
         if self._keyed or not self._turns:
             return seed
@@ -134,7 +143,7 @@ class Conversation:
         return int(sequence.generate_state(1)[0]) & 0x7FFF_FFFF
 
     def append(self, text: str) -> None:
-        """Append text that the policy did not write; it is read, and not trained. Text past the limit is cut.
+        """Append text that the policy did not write. Its tokens have loss mask 0. Text past the limit is cut.
 
         Special tokens in it, such as those of a chat template, are recognised.
         """
@@ -148,13 +157,14 @@ class Conversation:
         self._logprobs += [0.0] * len(ids)
 
     def _check_alone(self) -> None:
-        """Raise RuntimeError while an engine replies: the sample would not be the text that the engine has."""
+        """Raise RuntimeError while an engine replies: tokens added now would stand before a reply made without them."""
         if self.since is None:
             raise RuntimeError(
                 "a reply to this conversation goes on in another thread; expected one turn at a time"
             )
 
     def _add(self, drawn: Sample) -> None:
+        """Append a turn's tokens. Indices of its response become indices of all tokens after the prompt."""
         start = len(self._tokens)
         self._tokens += drawn.response.tolist()
         self._trained += [True] * len(drawn.response)
@@ -167,11 +177,15 @@ class Conversation:
         self._accepted = pooled([self._accepted, drawn.accepted]).tolist()
 
     def sample(self) -> Sample:
-        """Return the sample of all turns. Tokens that the policy did not write get the version of a reply beside."""
+        """Return the sample of all turns.
+
+        `policy_versions` must cover all tokens (`packing/pack.py` checks it). So tokens that the policy did not write
+        get the version of the reply before them, or of the first reply.
+        """
         spans: list[tuple[int, int, int]] = []
         ends = [first for _, first in self._versions[1:]] + [len(self._tokens)]
         for (version, first), end in zip(self._versions, ends, strict=False):
-            spans.append((version, first if spans else 0, end))
+            spans.append((version, first if spans else 0, end))  # the first span begins at token 0
         sample = self._request.sample(
             self._status,
             self._tokens,
@@ -185,9 +199,10 @@ class Conversation:
 
 
 class Conversations:
-    """Draws samples of several turns. `running` holds the ids of the requests that engines hold now.
+    """Generates samples of several turns, each in a thread.
 
-    seconds  that a function may run beside the replies of engines, between two of them
+    running  ids of the turns that engines generate now, as the keys of a dict
+    seconds  that a function may run between two replies, and before the first and after the last one
     keyed    whether the verifier is position-keyed; otherwise every turn of a sample has a seed of its own
     """
 
@@ -206,9 +221,9 @@ class Conversations:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._keyed = keyed
-        self._open: dict[int, Conversation] = {}
-        self._failure: BaseException | None = None
-        self._until = 0.0  # after a failure: when conversations that do not end are left behind
+        self._open: dict[int, Conversation] = {}  # by the index of the request in `draw`
+        self._failure: BaseException | None = None  # the first one; it ends all conversations
+        self._until = 0.0  # after a failure, by time.monotonic(): later `draw` no longer waits for conversations
         self._lock = threading.Lock()
 
     def draw(
@@ -217,16 +232,19 @@ class Conversations:
         sampling: Sampling,
         on_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> list[Sample]:
-        """Return one sample per request, in their order. One whose function returned a number has it as its reward,
-        and `metadata["own_reward"]`. `on_sample` is called with each sample when its function has returned.
+        """Return one sample per request, in their order.
+
+        If the function returned a number, that is the sample's reward, and `metadata["own_reward"]` is set:
+        `run/generation.py` then computes none. `on_sample` is called with each sample when its function has returned,
+        in the conversation's thread.
 
         Raises EngineError if no engine is left, and FunctionError if the function raised, ran too long, returned
         something else than None or a finite number, or asked for no reply. The other conversations are ended first.
         """
         self._failure = None
         samples: dict[int, Sample] = {}
-        waiting = iter(range(len(requests)))
-        ended = threading.Condition()
+        waiting = iter(range(len(requests)))  # indices of the requests that no thread has taken
+        ended = threading.Condition()  # guards `samples` and `waiting`
 
         def work() -> None:
             while (number := next_number()) is not None:
@@ -239,7 +257,7 @@ class Conversations:
             with ended:
                 return next(waiting, None)
 
-        # A function that never returns keeps its thread. Daemons do not keep the process from ending.
+        # A function that never returns keeps its thread. A daemon thread does not keep the process from ending.
         for _ in range(min(len(requests), MOST_THREADS)):
             threading.Thread(target=work, name="conversation", daemon=True).start()
         while len(samples) < len(requests):
@@ -250,6 +268,7 @@ class Conversations:
                 reason = f"did not go on for {self._seconds:g} s (rollout.timeout_seconds)"
                 self._fail(FunctionError(f"{self._named}: the function {reason}"))
             if self._failure is not None:
+                # Only functions that hang are left. Nothing can end their threads.
                 settled = len(samples) + len(stuck) >= len(requests)
                 if settled or time.monotonic() > self._until:
                     break
@@ -259,7 +278,7 @@ class Conversations:
         return [samples[number] for number in range(len(requests))]
 
     def _too_long(self) -> list[int]:
-        """Return the numbers of the conversations whose function has run too long."""
+        """Return the indices of the conversations whose function has run too long."""
         limit = time.monotonic() - self._seconds
         stuck = []
         for index, conversation in list(self._open.items()):
@@ -275,6 +294,7 @@ class Conversations:
         sampling: Sampling,
         on_sample: Callable[[Sample], None],
     ) -> Sample:
+        """Hold one conversation and return its sample; after a failure, what there is of it."""
         conversation = Conversation(
             request,
             sampling,
@@ -299,12 +319,13 @@ class Conversations:
                 raise FunctionError(
                     f"{self._named}: the function asked for no reply; expected at least one"
                 )
-            conversation.since = None
+            conversation.since = None  # `on_sample` may compute a reward, which is not the function's time
             on_sample(sample)
         except Unwound:
             return conversation.sample()
         except BaseException as error:
-            # of `on_sample` or an engine, or what `custom.load` made of the function's own
+            # An error of `on_sample` or an engine, or the FunctionError that `custom.load` makes of the function's own.
+            # `draw` raises it: in this thread nobody would see it.
             self._fail(error)
             return conversation.sample()
         finally:
@@ -322,7 +343,7 @@ class Conversations:
             ) from None
 
     def _fail(self, error: BaseException) -> None:
-        """Keep the first failure, and abort what engines decode for the other conversations."""
+        """Store the first failure, which ends all conversations, and abort the turns that engines generate."""
         with self._lock:
             if self._failure is None:
                 self._until = time.monotonic() + self._seconds
@@ -330,6 +351,7 @@ class Conversations:
         self._abort()
 
     def _abort(self) -> None:
+        """Abort all turns on all engines: their conversations end by `Unwound`."""
         for engine in list(self._engines.engines.values()):
             try:
                 engine.abort(list(self.running))
@@ -337,6 +359,10 @@ class Conversations:
                 continue
 
     def _reply(self, request: Request, sampling: Sampling) -> Sample:
+        """Generate one turn. If its engine is lost, another one continues it. Raises Unwound after any failure.
+
+        `_fail` gets the failure itself. This is the `draw` of a `Conversation`, in its thread.
+        """
         self.running[request.id] = None
         try:
             while self._failure is None:
@@ -345,6 +371,7 @@ class Conversations:
                 names = list(engines)
                 if not names:  # the last one has just been dropped
                     continue
+                # by the prompt, so that its conversations share one engine's prefix cache
                 name = names[request.prompt.id % len(names)]
                 try:
                     return engines[name].generate([request], sampling)[0]
@@ -353,6 +380,7 @@ class Conversations:
                 except EngineError as error:
                     begun_so_far = error.begun.get(request.id, request.partial)
                     request = replace(request, partial=begun_so_far)
+                    # Conversations of one engine fail at the same time. `drop` takes the engine out once.
                     with self._lock:
                         for begun in error.begun.values():
                             self._engines.continued += len(begun.response)

@@ -1,4 +1,7 @@
-"""One `generate` of an `EnginePool`: which engine gets which requests, and what becomes of those it gives back."""
+"""One `generate` of an `EnginePool`: which engine gets which requests, and what becomes of those it gives back.
+
+`rollout/pool.py` has a picture of it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from typing import Protocol
 from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
 from megatron_rlspec.types import Partial, Request, Sample, Sampling
 
-ABORT_AGAIN = 0.2  # seconds
-# (id, the request to continue); see `Dispatch.claim`
+ABORT_AGAIN = 0.2  # seconds between two aborts of the same requests: some may not have reached their engine before
+# is called with (id, the request to continue or None): see `Dispatch.claim`
 Returned = Callable[[str, Request | None], None]
 
 
@@ -37,16 +40,23 @@ class Pool(Protocol):
 class Dispatch:
     """One `generate`. The calling thread distributes groups; worker threads wait for engines.
 
-    A request is in exactly one place: in `waiting`, with the call in `where` that generates it, in transfer after
-    `claim`, in `coming`, or in `samples`. Engines are known by their names. `lock` guards all fields.
+    A call is one `RolloutEngine.generate` of several requests, in a worker thread. A request is in exactly one place:
+    in `waiting`, in `where` while a call generates it, in the hands of a mover that has claimed it, in `coming`, or in
+    `samples`. Engines are named as in the pool.
 
-    waiting  groups of requests that no engine has
-    samples  those that have ended, by id
-    load     requests of each engine
-    where    the engine and the request of each running call, by id
-    claimed  whom to tell when an engine gives a sample back, by id
-    coming   requests that `resume` continues on an engine
-    aborted  ids of requests that come back as they are
+    `lock` guards the fields that engines' threads and other callers also use. `finish` runs in one thread. Callbacks
+    (`on_sample`, and `Returned`) are called without the lock, because they may take locks of their own.
+
+    waiting  groups of requests that no engine has, the next first
+    samples  the samples that have ended, by id
+    load     by engine, how many unfinished requests it has
+    running  the engine and the requests of each call that has not been collected
+    where    by id, the engine that generates a request, and the request as it was sent
+    claimed  by id, the callback of the mover that has claimed a request
+    coming   requests that `resume` continues, with the engine to continue on
+    aborted  ids of requests that the caller aborted before they had ended
+    over     whether `finish` has failed: failed calls return no samples, so nothing can be claimed any more
+    news     wakes the thread of `finish`
     """
 
     def __init__(
@@ -64,26 +74,26 @@ class Dispatch:
         self._enqueue(requests)
         self.samples: dict[str, Sample] = {}
         self.aborted: set[str] = set()
-        self.abort_at = 0.0  # when the aborts are repeated
+        self.abort_at = 0.0  # when the aborts are repeated, by time.monotonic()
         self.load: dict[str, int] = defaultdict(int)
         self.running: dict[Future, tuple[str, list[Request]]] = {}
         self.where: dict[str, tuple[str, Request]] = {}
         self.claimed: dict[str, Returned] = {}
         self.coming: deque[tuple[str, list[Request]]] = deque()
-        # whether `finish` has failed: calls that failed return no samples, so nothing is claimed
         self.over = False
         self.failure: BaseException | None = None  # see `fail`
         self.lock = threading.RLock()
-        self.news = threading.Event()  # wakes the calling thread
-        self.news.set()
+        self.news = threading.Event()
+        self.news.set()  # the first turn of `finish` distributes
 
     def finish(self) -> list[Sample]:
         """Generate all samples, and return them in the order of their requests. Raises EngineError and RequestError."""
-        # a call generates at least one sample
+        # Each call blocks one thread, and has at least one request.
         with ThreadPoolExecutor(max(1, len(self.requests))) as threads:
             try:
                 while not self._ended():
                     self.news.wait(ABORT_AGAIN if self.aborted else None)
+                    # before the work: what happens meanwhile sets it again
                     self.news.clear()
                     if self.failure is not None:
                         raise self.failure
@@ -94,31 +104,32 @@ class Dispatch:
             except BaseException:
                 self.waiting.clear()
                 with self.lock:
-                    self.over = True
+                    self.over = True  # before the claims end, so that no new one is made
                 self._end_claims(list(self.claimed))
-                self._abort_all()
+                self._abort_all()  # else leaving `threads` would wait until the engines have finished
                 raise
         return [self.samples[r.id] for r in self.requests]
 
     def _ended(self) -> bool:
+        """Return whether all samples are there and all calls have returned, with their errors collected."""
         return len(self.samples) == len(self.requests) and not self.running
 
     def fail(self, error: BaseException) -> None:
-        """Have `finish` raise this error. Whoever moves samples calls it when it cannot give them back."""
+        """Have `finish` raise this error. A mover calls it, from its thread, when it has lost claimed samples."""
         self.failure = error
         self.news.set()
 
     # ---- to the engines ---------------------------------------------------------------------------------------------
 
     def _enqueue(self, requests: Sequence[Request]) -> None:
-        """Put requests to the head of the queue, in groups of one prompt."""
+        """Put requests to the head of the queue, in their order and in groups of one prompt."""
         groups: dict[int, list[Request]] = {}
         for request in requests:
             groups.setdefault(request.prompt.id, []).append(request)
-        self.waiting.extendleft(reversed(groups.values()))
+        self.waiting.extendleft(reversed(groups.values()))  # `extendleft` turns the order round
 
     def _least_loaded(self) -> str | None:
-        """Return the engine that gets the next group; None if all have as many requests as they may."""
+        """Return the engine that gets the next group; None if all have `in_flight` requests or more."""
         limit = self.pool.in_flight
         engines = list(self.pool.engines)  # another thread may drop one
         free = [name for name in engines if not limit or self.load[name] < limit]
@@ -127,6 +138,8 @@ class Dispatch:
         return min(free, key=self.load.__getitem__)
 
     def _distribute(self, threads: ThreadPoolExecutor) -> None:
+        """Give waiting groups to the engines that have room, in one call for each engine."""
+        # Without an engine nothing would ever wake `finish`. While calls run, their failures raise in `_collect`.
         if self.waiting and not self.running:
             self.pool.check()
         parts: dict[str, list[Request]] = {}
@@ -142,6 +155,7 @@ class Dispatch:
                 self._start(threads, engine, requests)
 
     def _start_resumed(self, threads: ThreadPoolExecutor) -> None:
+        """Start what `resume` has brought. If its engine is lost or a request is aborted, it goes back to the queue."""
         while self.coming:
             # Under one lock, so that `on_engine` always sees these requests.
             with self.lock:
@@ -155,7 +169,10 @@ class Dispatch:
                 self._give_back(requests)
 
     def _start(self, threads: ThreadPoolExecutor, name: str, requests: list[Request]) -> None:
-        """Have an engine generate these requests, in a thread. One that the pool has just dropped gives them back."""
+        """Have an engine generate these requests, in a thread. The caller has counted them in `load`.
+
+        If the pool has just dropped the engine, the call fails, and `_collect` gives the requests back.
+        """
         calls = {request.id: (name, request) for request in requests}
         with self.lock:
             self.where.update(calls)
@@ -173,20 +190,25 @@ class Dispatch:
     # ---- back from the engines --------------------------------------------------------------------------------------
 
     def _ender(self, calls: Mapping[str, tuple[str, Request]]) -> Callable[[Sample], None]:
-        """Return what an engine calls with each sample of one of its calls."""
+        """Return the `on_sample` of one call. The engine calls it from its own threads.
+
+        calls  by id, the engine and the request, the same objects as in `where`
+        """
 
         def end(sample: Sample) -> None:
             id = sample.request_id
             engine, request = calls[id]
             with self.lock:
+                # The sample is late: the call has failed before, and another call has this request now.
                 if self.where.get(id) is not calls[id]:
                     return
                 del self.where[id]
                 self.load[engine] -= 1
                 returned = self.claimed.pop(id, None)
-                # A sample that ended by itself is not moved, nor is one that the caller aborted.
-                aborted = sample.status == "aborted" and id not in self.aborted
-                leaves = returned is not None and aborted
+                # A mover aborts what it has claimed. A sample that ended by itself is not moved, nor is one that the
+                # caller of `generate` aborted.
+                aborted_to_move = sample.status == "aborted" and id not in self.aborted
+                leaves = returned is not None and aborted_to_move
                 if not leaves:
                     self.samples[id] = sample
                 self.news.set()
@@ -198,11 +220,16 @@ class Dispatch:
         return end
 
     def _continued(self, request: Request, sample: Sample) -> Request:
+        """Return the request with which another engine goes on after an aborted sample."""
         if not len(sample.response) or not self.pool.continues:
             return request
         return replace(request, partial=Partial.of(sample))
 
     def _collect(self) -> None:
+        """Take the calls that have returned. The requests of a failed one go back to the queue.
+
+        Raises RequestError, and EngineError if no engine is left.
+        """
         done = [future for future in self.running if future.done()]
         for future in done:
             engine, requests = self.running.pop(future)
@@ -215,7 +242,10 @@ class Dispatch:
                 self._give_back(self._lost(engine, requests, error))
 
     def _lost(self, engine: str, requests: list[Request], error: EngineError) -> list[Request]:
-        """Take what a failed call has not finished away from its engine, with what is known of it."""
+        """Take the unfinished requests of a failed call out of `where`, and end the claims on them.
+
+        Returns them with what the engine's error knows of their samples (`EngineError.begun`).
+        """
         left = []
         with self.lock:
             for request in requests:
@@ -229,7 +259,7 @@ class Dispatch:
         return left
 
     def _give_back(self, requests: Sequence[Request]) -> None:
-        """Put requests to the head of the queue; aborted ones end."""
+        """Put requests to the head of the queue. Aborted ones end instead, with the tokens that they have."""
         with self.lock:
             aborted = [request for request in requests if request.id in self.aborted]
             self._enqueue([request for request in requests if request.id not in self.aborted])
@@ -243,20 +273,23 @@ class Dispatch:
     # ---- aborts -----------------------------------------------------------------------------------------------------
 
     def abort(self, request_ids: Collection[str] | None) -> None:
-        """End what waits here, and whatever comes back of these requests later. None: all of them."""
+        """End these requests where they wait, or when their engine gives them back. None: all of them.
+
+        It is called from any thread. `EnginePool.abort` then tells the engines.
+        """
         ids = {request.id for request in self.requests}
         if request_ids is not None:
             ids &= set(request_ids)
         with self.lock:
             self.aborted |= ids - self.samples.keys()
-            # `finish` repeats the abort for requests that have not reached their engine yet
+            # after this time `finish` repeats the abort, for requests that have not reached their engine yet
             self.abort_at = time.monotonic() + ABORT_AGAIN
             waiting = [request for group in self.waiting for request in group]
             self.waiting.clear()
         self._give_back(waiting)
 
     def _abort_again(self) -> None:
-        """Repeat the aborts of requests that may have reached their engine after the first one."""
+        """Repeat the abort if it is time: requests may have reached their engine after the first one."""
         if not self.aborted or time.monotonic() < self.abort_at:
             return
         self.abort_at = time.monotonic() + ABORT_AGAIN
@@ -264,15 +297,15 @@ class Dispatch:
 
     def _abort_aborted(self) -> None:
         """Ask the engines to end the aborted requests that they have."""
-        still: dict[str, list[str]] = {}
+        ids_by_engine: dict[str, list[str]] = {}
         with self.lock:
             for id, (name, _) in self.where.items():
                 if id in self.aborted:
-                    still.setdefault(name, []).append(id)
-        engines = dict(self.pool.engines)
-        for name, ids in still.items():
+                    ids_by_engine.setdefault(name, []).append(id)
+        engines = dict(self.pool.engines)  # a copy: another thread may drop one
+        for name, ids in ids_by_engine.items():
             if name in engines:
-                with suppress(EngineError):
+                with suppress(EngineError):  # a lost engine's calls fail, and `_collect` sees it
                     engines[name].abort(sorted(ids))
 
     def _abort_all(self) -> None:
@@ -283,10 +316,10 @@ class Dispatch:
         while wait(self.running, ABORT_AGAIN).not_done:
             self._abort_aborted()
 
-    # ---- for what moves requests between engines (`EnginePool.balance`) ---------------------------------------------
+    # ---- for a mover of requests between engines (`EnginePool.balance`; `extensions/migration/moves.py`) ------------
 
     def on_engine(self, engine: str) -> dict[str, Request]:
-        """Return the unfinished requests of an engine, by id."""
+        """Return the unfinished requests of an engine by id, also those that `resume` is about to start on it."""
         unfinished: dict[str, Request] = {}
         with self.lock:
             for name, request in self.where.values():
@@ -298,10 +331,12 @@ class Dispatch:
         return unfinished
 
     def claim(self, engine: str, ids: Iterable[str], returned: Returned) -> list[str]:
-        """Claim samples: when the engine returns one aborted, it goes to `returned` and is not finished.
+        """Claim running samples of an engine, to move them. The mover then aborts them on that engine.
 
-        `returned` is called once for each, with the request to continue, or with None if the sample has ended or the
-        engine is lost. Returns the claimed ids; the others are elsewhere, or claimed already.
+        returned  is called once for each claimed id, from an engine's thread or that of `finish`. It gets the request
+                  to continue (`resume` takes it), or None if the sample has ended or the engine is lost
+
+        Returns the claimed ids. The other ids are not on this engine, or claimed already.
         """
         claimed: list[str] = []
         with self.lock:
@@ -317,7 +352,7 @@ class Dispatch:
         return claimed
 
     def _end_claims(self, ids: Iterable[str]) -> None:
-        """Tell who has claimed these samples that they will not come back."""
+        """Tell the movers that have claimed these samples that they will not get them."""
         ended = []
         with self.lock:
             for id in ids:
@@ -327,7 +362,7 @@ class Dispatch:
             returned(id, None)
 
     def resume(self, requests: Sequence[Request], engine: str) -> None:
-        """Continue samples on an engine, or on another one if it is lost."""
+        """Continue claimed samples on an engine, or on another one if that is lost. Called from a mover's thread."""
         if not requests:
             return
         with self.lock:

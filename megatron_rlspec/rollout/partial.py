@@ -1,7 +1,7 @@
 """Partial rollouts: a step ends with its batch, and the groups that it has begun go on in the next one.
 
-slime's `--partial-rollout` (slime/rollout/sglang_rollout.py). Here a group waits at most `rollout.partial`
-steps: then the step waits for it. No response is thrown away because it is long.
+slime's counterpart is `--partial-rollout` (slime/rollout/sglang_rollout.py). Here a group goes on for at most
+`rollout.partial` steps. Then the step waits for it, so that no response is thrown away because it is long.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from megatron_rlspec.types import Group, OpenGroup, Partial, Request, Sample
 
 
 class Drawing:
-    """The groups of one rollout, while they are drawn.
+    """The groups of one rollout, while they are generated. `run/generation.py` uses it for every rollout.
 
-    groups  carried ones first, the oldest of them at the head
+    groups  those that began in earlier steps first, the oldest of them at the head
     wanted  groups of a batch
-    oldest  the oldest version that the next step may train on: groups with older tokens must end in this one
-    usable  whether a group may be trained on
+    oldest  the oldest policy version that the next step may train on: groups with older tokens must end in this step.
+            Infinity: all groups must end in this step
+    usable  whether a complete group may be trained on (dynamic sampling)
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class Drawing:
         self._oldest = oldest
         self._usable = usable
         self._group_of: dict[str, OpenGroup] = {}  # by the id of a request
-        self._lock = threading.RLock()
-        self._told = False
+        self._lock = threading.RLock()  # engines' threads call `add`
+        self._told = False  # whether `add` has returned True
         self._ready = 0  # complete groups that may be trained on
         self.begin(groups)
 
     def begin(self, groups: Iterable[OpenGroup]) -> None:
-        """Add groups. Those given are not changed."""
+        """Add copies of these groups: the caller's stay as they were if the step fails."""
         for given in groups:
             group = OpenGroup(list(given.requests), list(given.samples))
             self.groups.append(group)
@@ -59,7 +60,7 @@ class Drawing:
 
     @property
     def full(self) -> bool:
-        """Return whether there is a batch, and every group has ended that the next step may not train on."""
+        """Return whether the rollout can end: a batch is complete, and so are all groups too old for the next step."""
         if self._ready < self._wanted:
             return False
         for group in self.groups:
@@ -68,7 +69,7 @@ class Drawing:
         return True
 
     def add(self, sample: Sample) -> bool:
-        """Add a sample that has ended. Returns True once: when the batch is full."""
+        """Add a sample that has ended, from any thread. Returns True once, when `full` becomes true. Repeatable."""
         with self._lock:
             group = self._group_of[sample.request_id]
             ended = {other.request_id for other in group.samples}
@@ -81,6 +82,7 @@ class Drawing:
             return True
 
     def _count(self, group: OpenGroup) -> None:
+        """Count a group if it is ready. Called once after each change, so that none counts twice."""
         if self._may_train(group):
             self._ready += 1
 
@@ -88,7 +90,7 @@ class Drawing:
         return group.complete and self._usable(group.group())
 
     def keep(self, aborted: Iterable[Sample]) -> None:
-        """Keep what aborted samples have, for the next step."""
+        """Store the tokens of aborted samples in their requests, which the next step continues."""
         begun = {}
         for sample in aborted:
             if len(sample.response):
@@ -99,11 +101,14 @@ class Drawing:
                     group.requests[i] = replace(request, partial=begun[request.id])
 
     def drop_unusable(self) -> None:
-        """Drop complete groups that may not be trained on."""
+        """Drop complete groups that may not be trained on. Their ids stay known to `add`."""
         self.groups = [g for g in self.groups if not g.complete or self._may_train(g)]
 
     def batch(self) -> tuple[list[Group], list[OpenGroup]]:
-        """Return the groups of the batch and those that go on. A group too old for the next step begins anew."""
+        """Return the groups of the batch, and those for the next step, in order.
+
+        A group that the next step would be too late for begins anew there.
+        """
         batch: list[Group] = []
         left: list[OpenGroup] = []
         for group in self.groups:
@@ -117,7 +122,7 @@ class Drawing:
 
 
 def mask_continued(samples: Sequence[Sample]) -> None:
-    """Leave the tokens that samples had when they were continued out of the loss."""
+    """Set the loss mask of samples to 0, in place, on all tokens that an earlier version than their last one sampled."""
     for sample in samples:
         response_mask = sample.loss_mask[sample.prompt_len :]
         for version, first, last in sample.policy_versions:

@@ -6,7 +6,8 @@
                                   │                                               ▼
     left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
 
-Pushes, checks and moves ask the pool for its engines. Only the pool adds and drops one.
+Pushes, checks and moves ask the pool for its engines. Only the pool adds and drops one. Any thread may drop one, so
+code that iterates over `engines` copies it first.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ logger = logging.getLogger(__name__)
 class EnginePool:
     """Generates on several engines. Requests of one prompt go to one engine, whose prefix cache they share.
 
-    A group goes to the engine that has the fewest requests then.
+    A group goes to the engine that has the fewest requests at that moment.
 
     engines    by name. The pool is the only registry of a run's engines
-    in_flight  requests that one engine holds at a time; further groups go to the first engine that has room. 0: all
-               groups are distributed at the start
+    in_flight  an engine with this many requests gets no further group until some have ended. 0: all groups are
+               distributed at the start
     lost       is called with the name of each engine that failed, from the thread that saw the failure
     continues  whether the engines take samples that have begun; otherwise such samples begin anew
-
-    `balance`, if it is set, is entered around every `generate`, and may move its samples through `Dispatch`.
+    balance    a context around every `generate`, which may move its samples through `Dispatch`; None: nothing moves
+               them. `extensions/migration/wiring.py` sets it
+    continued  tokens of lost engines' samples that other engines continued from; `Dispatch` and `Conversations` add
+    failures   by name, why engines failed, until `take_failures`
 
     A request that an engine refuses as malformed ends `generate` with RequestError, and the engine stays. An engine
-    that fails is closed and left out from then on; `failures` has the reason until `take_failures`. Its unfinished
-    requests continue on the others, from what is known of them. When no engine is left, every method raises
-    EngineError.
+    that fails is closed and left out from then on. Its unfinished requests continue on the others, from what is known
+    of them. When no engine is left, `generate`, `drop` and `check` raise EngineError.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class EnginePool:
         self.continues = continues
         self._running: list[Dispatch] = []
         self.balance: Callable[[Dispatch], AbstractContextManager] | None = None
-        self.continued = 0  # tokens of lost engines' samples that other engines continued from
+        self.continued = 0
         self.failures: dict[str, str] = {}
         self._last_failure = ""
         self._dropping = threading.Lock()
@@ -92,11 +94,12 @@ class EnginePool:
             self._running.remove(run)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests, or all. A lost engine is left to the `generate` that runs on it."""
+        """End these requests, or all. Their `generate` returns what they have, with status "aborted"."""
+        # The queues first, so that no waiting request starts on an engine after the abort there.
         for run in list(self._running):
             run.abort(request_ids)
         for engine in list(self._engines.values()):
-            with suppress(EngineError):
+            with suppress(EngineError):  # the `generate` that runs on a lost engine drops it
                 engine.abort(request_ids)
 
     def close(self) -> None:
@@ -104,11 +107,15 @@ class EnginePool:
             engine.close()
 
     def drop(self, name: str, error: EngineError) -> None:
-        """Close a failed engine and leave it out from now on. Raises EngineError if none is left."""
+        """Close a failed engine and leave it out from now on. Raises EngineError if none is left.
+
+        Several threads may report one failure: only the first has an effect.
+        """
         with self._dropping:
             engine = self._engines.pop(name, None)
             if engine is not None:
                 self.failures[name] = self._last_failure = str(error)
+        # without the lock, because closing may take seconds
         if engine is not None:
             logger.warning("engine left out, %d remain: %s", len(self._engines), error)
             engine.close()
@@ -128,13 +135,14 @@ class EnginePool:
             raise EngineError(f"no engine is left; the last one failed with: {self._last_failure}")
 
     def add(self, name: str, engine: RolloutEngine) -> None:
-        """Add an engine that holds the same weights as the others."""
+        """Add an engine, between two rollouts. It must get the others' weights before the next one."""
         self._engines[name] = engine
 
     def everywhere(self, call: Callable[[RolloutEngine], Result]) -> dict[str, Result]:
-        """Call every engine at once; return the results by name, without those that failed.
+        """Call every engine at once. Return the results by name. Engines that fail are dropped and have no result.
 
-        Raises RequestError, and drops no engine, if all of them refuse the call as a mistake of ours.
+        If all engines refuse the call, the mistake is the caller's: this raises RequestError and drops none. Raises
+        EngineError if the last engine fails.
         """
         results, failed = ask_all(dict(self._engines), call)
         refusals = [error for error in failed.values() if isinstance(error, RequestError)]

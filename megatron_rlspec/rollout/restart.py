@@ -1,6 +1,7 @@
 """Start lost engines again, in the background, a limited number of times and each time after a longer pause.
 
-An engine that answers again waits here, with the weights that its process started with, until the next push.
+An engine that answers again waits here, with the weights that its process started with, until the next push:
+`run/engines.py` then adds it to the pool.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from megatron_rlspec.engine import EngineError, RolloutEngine
 
-# seconds before the first, second, third start of one run; later ones wait as the last
+# Seconds before the first, second and third start of a run, over all engines. Later starts wait as long as the third.
 PAUSES = (0.0, 5.0, 20.0)
 
 
 class Restarts:
-    """At most `most` starts, over all engines.
+    """Starts lost engines again in threads.
 
-    `start(name, number)` blocks until that engine answers, or raises EngineError.
+    start   (name, number of the start) -> the engine. Blocks until it answers, or raises EngineError
+    most    starts of a run, over all engines; a start that fails counts
+    pauses  as `PAUSES`
+    begun   starts so far
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class Restarts:
         self._closed = threading.Event()
 
     def lost(self, name: str) -> int:
-        """Start this engine again, in a thread. Returns the number of that start; 0 if no start is left."""
+        """Start this engine again, in a thread. Returns the number of that start, from 1; 0 if no start is left."""
         number = self._number()
         if number:
             self._pending[name] = self._threads.submit(self._bring, name, number)
@@ -45,15 +49,18 @@ class Restarts:
 
     @property
     def pending(self) -> bool:
-        """Return whether an engine is starting."""
+        """Return whether an engine is starting, or waits for `back`."""
         return bool(self._pending)
 
     def back(self, block: bool) -> dict[str, RolloutEngine | EngineError]:
-        """Return engines that answer by now, and errors of those that cannot be started; `block`: wait for one."""
+        """Return the engines that answer by now, and the errors of those that cannot be started, by name.
+
+        block  wait until one answers, or until all have failed
+        """
         results: dict[str, RolloutEngine | EngineError] = {}
-        answers = not block
+        enough = not block
         while self._pending:
-            if not answers:
+            if not enough:
                 wait(self._pending.values(), return_when=FIRST_COMPLETED)
             done = [name for name, future in self._pending.items() if future.done()]
             if not done:
@@ -61,13 +68,13 @@ class Restarts:
             for name in done:
                 try:
                     results[name] = self._pending.pop(name).result()
-                    answers = True
+                    enough = True
                 except EngineError as error:
                     results[name] = error
         return results
 
     def settle(self) -> None:
-        """Wait until no engine is starting any more. `back` returns what came of them."""
+        """Wait until no engine is starting any more. `back` then returns all of them."""
         wait(self._pending.values())
 
     def close(self) -> None:
@@ -76,6 +83,7 @@ class Restarts:
         self._threads.shutdown(wait=False)
 
     def _number(self) -> int:
+        """Return the number of the next start, and count it; 0 if no start is left or `close` was called."""
         with self._lock:
             if self._closed.is_set() or self.begun >= self.most:
                 return 0
@@ -83,9 +91,10 @@ class Restarts:
             return self.begun
 
     def _bring(self, name: str, number: int) -> RolloutEngine:
+        """Start an engine until it answers. Every attempt takes a number. Raises EngineError when none is left."""
         while True:
             index = min(number, len(self.pauses)) - 1
-            if self._closed.wait(self.pauses[index]):
+            if self._closed.wait(self.pauses[index]):  # a pause that `close` ends
                 raise EngineError(f"{name}: the run ended")
             try:
                 return self.start(name, number)

@@ -183,7 +183,7 @@ def audit(cache) -> None:
     """Check that every slot of a cache is free, or held by exactly one row or prefix."""
     held = [prefix.slots for prefix in cache.prefixes.values()]
     for row, prefix in cache.prefix.items():
-        held.append(cache.slots[row, len(prefix.tokens) : cache.held[row]])
+        held.append(cache.slots[row, len(prefix.tokens) : cache.slotted[row]])
     slots = np.concatenate([cache.free[: cache.left], *held])
     assert len(slots) == len(np.unique(slots)) == cache.total
 

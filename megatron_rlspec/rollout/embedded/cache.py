@@ -6,9 +6,11 @@ The slot of a token x_p at position p stores
 * what the drafter reads of the target: its hidden state h_p, or for EAGLE-3 the inputs of n layers,
 * the drafter's keys and values of the pair (h_{p-1}, x_p), which has rotary position p - 1.
 
-A GRPO group shares the slots of its prompt, except that of the prompt's last token. The last committed token of a
-sample is *pending*: it is drawn, but the target has not run on it yet. Every round verifies it together with the
-drafts.
+The last committed token of a sample is *pending*: it is known, but the target has not run on it yet. Every round runs
+the target on it, together with the drafts. A GRPO group shares the slots of its prompt, except that of the prompt's
+last token: that one is the first pending token of each sample.
+
+`extensions/migration/embedded/` (`move.py`, `retile.py`) also reads and writes these fields.
 """
 
 from __future__ import annotations
@@ -19,17 +21,22 @@ from torch import Tensor
 
 from megatron_rlspec.rollout.embedded.model import Decoder, Placement
 
-SPARE = 16  # columns
+SPARE = 16  # columns that get slots before they are needed, so that few rounds have to take slots
 
 
 class Prefix:
-    """A prompt without its last token, shared by all running samples that start with it."""
+    """A prompt without its last token, shared by all running samples that start with it.
+
+    key     the bytes of `tokens`: the prefix's key in `Cache.prefixes`
+    tokens  [P - 1] int64, for a prompt of P tokens
+    slots   [P - 1] int64, the slot of each token
+    """
 
     def __init__(self, key: bytes, tokens: np.ndarray, slots: np.ndarray) -> None:
         self.key = key
         self.tokens = tokens
         self.slots = slots
-        self.users = 0  # running samples
+        self.users = 0  # rows that share it; at 0 the slots become free
         self.computed = 0  # columns [0, computed) hold the target's keys
         self.drafted = 1  # columns [1, drafted) hold the drafter's keys; column 0 has no pair
 
@@ -38,6 +45,11 @@ class Cache:
     """Rows of running samples, with token ids and slots by column, over one pool of slots.
 
     Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts.
+
+    kv      one tensor [slots, 2 * K, D] for each layer: keys, then values. The drafter's layers follow the target's
+    hidden  [slots, `Architecture.drafted_from`], what the drafter reads of the target
+    left    number of free slots
+    total   number of all slots
     """
 
     def __init__(self, model: Decoder, rows: int, columns: int, slots: int) -> None:
@@ -47,7 +59,6 @@ class Cache:
         self.reset(slots)
         arch = model.arch
         device = model.device
-        # keys, then values; the drafter's layers come last
         shape = (slots, 2 * model.kv_heads, arch.head_dim)
         self.kv = []
         for _ in range(arch.layers + arch.draft_layers):
@@ -55,36 +66,42 @@ class Cache:
         self.hidden = torch.zeros((slots, arch.drafted_from), dtype=model.dtype, device=device)
 
     def reset(self, slots: int) -> None:
-        """Forget all rows. The pool has `slots` slots from now on, all of them free."""
+        """Forget all rows. The pool has `slots` slots from now on, all of them free.
+
+        It leaves `kv` and `hidden` as they are. A caller that changes the number of slots replaces them (`retile.py`).
+        """
         rows = self.rows
         columns = self.columns
         self.total = slots
-        self.free = np.arange(slots)[::-1].copy()  # a stack: free[:left] are free
+        self.free = np.arange(slots)[::-1].copy()  # a stack: free[:left] are the free slots
         self.left = slots
         self.free_rows = list(range(rows))[::-1]
         self.prefixes: dict[bytes, Prefix] = {}
-        self.prefix: dict[int, Prefix] = {}  # of the rows that are taken
+        self.prefix: dict[int, Prefix] = {}  # by row, of the rows in use
         self.tokens = np.zeros((rows, columns), np.int64)
         self.slots = np.zeros((rows, columns), np.int64)
         self.length = np.zeros(rows, np.int64)  # committed tokens, the pending one included
+        # As in `Prefix`, and at least the prefix's length, even while the prefix itself is not computed.
         self.computed = np.zeros(rows, np.int64)
         self.drafted = np.zeros(rows, np.int64)
-        self.held = np.zeros(rows, np.int64)  # columns that have a slot
+        self.slotted = np.zeros(rows, np.int64)  # columns [0, slotted) have a slot
 
     def take(self, count: int) -> np.ndarray:
-        """Take `count` of the `left` free slots."""
+        """Take `count` free slots. The caller has checked that `left` is not less."""
         self.left -= count
+        # a copy, because `give` overwrites this part of the stack
         return self.free[self.left : self.left + count].copy()
 
     def give(self, slots: np.ndarray) -> None:
-        """Return slots to the free ones."""
+        """Make slots free again."""
         self.free[self.left : self.left + len(slots)] = slots
         self.left += len(slots)
 
     def open(self, tokens: np.ndarray, prompt_len: int, columns: int = 0) -> int | None:
-        """Take a row for a sample of these tokens, with slots for its prefix and for `columns`.
+        """Take a row for a sample of these tokens [L], of which `prompt_len` are the prompt's.
 
-        Returns None, and takes nothing, if a row or slots are lacking.
+        The row gets the slots of its prefix, and slots for columns [0, `columns`). Returns None, and takes nothing, if
+        a row or slots are lacking.
         """
         if not self.free_rows:
             return None
@@ -102,59 +119,63 @@ class Cache:
         self.tokens[row, : len(tokens)] = tokens
         self.slots[row, : len(shared)] = prefix.slots
         self.length[row] = len(tokens)
-        self.held[row] = self.computed[row] = len(shared)
+        self.slotted[row] = self.computed[row] = len(shared)
         self.drafted[row] = max(len(shared), 1)
-        if not self.back(row, columns):
-            self.close(row)
+        if not self.ensure_slots(row, columns):
+            self.close(row)  # undoes all of the above
             return None
         return row
 
-    def back(self, row: int, columns: int) -> bool:
+    def ensure_slots(self, row: int, columns: int) -> bool:
         """Give slots to columns [0, columns) of a row, and to up to SPARE more as far as slots are free.
 
         Returns False if too few slots are free; the row is then unchanged.
         """
-        held = int(self.held[row])
-        missing = columns - held
+        first = int(self.slotted[row])
+        missing = columns - first
         if missing <= 0:
             return True
         spare = min(SPARE, self.columns - columns, self.left - missing)
         if spare < 0:
             return False
         slots = self.take(missing + spare)
-        last = held + len(slots)
-        self.slots[row, held:last] = slots
-        self.held[row] = last
+        last = first + len(slots)
+        self.slots[row, first:last] = slots
+        self.slotted[row] = last
         return True
 
     def commit(self, rows: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> None:
-        """Append to each row the first `accepted [B]` + 1 of the tokens [B, 1 + k] that a round drew.
+        """Append to each row the first `accepted [B]` + 1 of the target's tokens [B, 1 + k]. The last one is pending.
 
-        The slots behind the pending token hold what the target computed of them.
+        Accepted drafts equal these tokens, so the verify pass has already written their keys. Keys of refused drafts
+        stay in the slots behind; masks hide them until a later pass overwrites them.
         """
         length = self.length[rows]
-        column = np.arange(tokens.shape[1])
-        drawn = column <= accepted[:, None]
-        places = length[:, None] + column
+        index = np.arange(tokens.shape[1])
+        committed = index <= accepted[:, None]
+        columns = length[:, None] + index
         row_of_token = np.repeat(rows, accepted + 1)
-        self.tokens[row_of_token, places[drawn]] = tokens[drawn]
+        self.tokens[row_of_token, columns[committed]] = tokens[committed]
         self.computed[rows] = length + accepted
         self.length[rows] = length + accepted + 1
 
     def close(self, row: int) -> None:
-        """Return a row, and the slots that no other row shares, to the free ones."""
+        """Make a row free again, and the slots that no other row shares."""
         prefix = self.prefix.pop(row)
         first = len(prefix.tokens)
-        self.give(self.slots[row, first : self.held[row]])
+        self.give(self.slots[row, first : self.slotted[row]])
         prefix.users -= 1
         if not prefix.users:
             self.give(prefix.slots)
             del self.prefixes[prefix.key]
-        self.held[row] = self.length[row] = 0
+        self.slotted[row] = self.length[row] = 0
         self.free_rows.append(row)
 
     def clear(self) -> None:
-        """Zero the contents. A NaN that bad weights left in a masked key would spread, because NaN × 0 is NaN."""
+        """Zero the contents. No row is in use then.
+
+        A NaN that bad weights left in a masked key would spread, because NaN × 0 is NaN.
+        """
         for tensor in (self.hidden, *self.kv):
             tensor.zero_()
 
@@ -168,8 +189,9 @@ class Cache:
     ) -> Placement:
         """Plan a forward over columns [B, T] of B samples. Their columns [0, L) are in the slots `read [B, L]`.
 
-        Attention is causal over columns. `valid [B, T]` marks columns that are not padding; None: all. With `drafter`,
-        positions are one less and column 0 is masked, because it has no pair.
+        Attention is causal over columns. `valid [B, T]` marks columns that are not padding; None: all. The N tokens of
+        the forward are the valid ones, row after row: the caller selects token ids with the same `valid`. With
+        `drafter`, positions are one less and column 0 is masked, because it has no pair.
         """
         length = read.shape[1]
         keys = torch.arange(length, device=read.device)
@@ -181,6 +203,7 @@ class Cache:
         mask = torch.zeros(seen.shape, dtype=self.model.dtype, device=read.device)
         mask.masked_fill_(~seen, float("-inf"))
         group = self.model.heads // self.model.kv_heads
+        # Row t * group + g of the mask is for query head g of token t: the order of queries in `Decoder._attend`.
         if group > 1:
             mask = mask.repeat_interleave(group, 1)
         write = read.gather(1, columns).view(-1)
@@ -190,7 +213,7 @@ class Cache:
             place = torch.from_numpy(np.flatnonzero(valid)).to(read.device)
             write = write[place]
             positions = positions[place]
-        positions = positions.clamp_(min=0)
+        positions = positions.clamp_(min=0)  # -1 would index the last row of `cos`
         return Placement(
             self.model.cos[positions],
             self.model.sin[positions],

@@ -13,65 +13,73 @@ from megatron_rlspec.types import OFF, SpecConfig
 
 
 class ConfigChoice:
-    """See `RolloutEngine.set_config`, `set_spec_rule`, `hold` and `release`.
+    """See `RolloutEngine.set_config`, `set_spec_rule`, `hold` and `release`. Callers hold the engine's lock.
 
-    candidates  of a rule that names none
+    candidates  what a rule chooses among if it names none
+    held        the reason of `hold`; "" if speculation is not held
+    chosen      what was set last. A hold hides it and does not change it
+    rule        the last rule set; a configuration may have replaced it since
     """
 
     def __init__(self, model: Decoder, candidates: Sequence[SpecConfig]) -> None:
         self.model = model
         self.candidates = tuple(candidates)
-        self.held = ""  # why speculation is held off
-        self.chosen: SpecConfig | SpecRule = OFF  # also while it is held off
-        # the last rule set; a configuration may have replaced it since
+        self.held = ""
+        self.chosen: SpecConfig | SpecRule = OFF
         self.rule: SpecRule | None = None
 
     @property
     def present(self) -> SpecConfig | SpecRule:
-        """Return the configuration or rule of the next round."""
+        """Return the configuration or rule of the next round: `OFF` while speculation is held."""
         return OFF if self.held else self.chosen
 
     def set_config(self, config: SpecConfig) -> None:
+        """Run this configuration in every later round. Raises EngineError."""
         self.check([config])
         self.chosen = config
 
     def set_rule(self, data: Mapping[str, Any]) -> None:
-        """Set a rule of JSON, which chooses from the engine's own candidates if it names none.
+        """Set a rule, by the JSON of `RolloutEngine.set_spec_rule`. Raises EngineError, and ValueError as `from_json`.
 
-        It goes on from the rule before it (`SpecRule.inherit`).
+        It takes over limits and times of rounds from the rule before it (`SpecRule.inherit`).
         """
-        own = [config.to_json() for config in self.candidates]
-        given = {"candidates": own, **data}
-        given.pop("sharpness", None)  # of the drafts, and not a part of the choice
-        rule = SpecRule.from_json(given)
+        own_candidates = [config.to_json() for config in self.candidates]
+        rule_data = {"candidates": own_candidates, **data}
+        # `EmbeddedEngine.set_spec_rule` has taken it; `from_json` refuses fields that it does not know
+        rule_data.pop("sharpness", None)
+        rule = SpecRule.from_json(rule_data)
         self.check(rule.candidates)
         if self.rule is not None:
             rule.inherit(self.rule)
         self.chosen = self.rule = rule
 
     def report(self) -> dict[str, Any]:
-        """Return `SpecRule.report` since the last call; {} without a rule."""
+        """Return and reset `SpecRule.report`; {} without a rule. A held rule still reports."""
         return {} if isinstance(self.chosen, SpecConfig) else self.chosen.report()
 
     @property
     def deciding(self) -> SpecRule | None:
-        """Return the rule of the next round; None without one."""
+        """Return the rule that decides on the next round; None under a fixed configuration or a hold."""
         chooser = self.present
         return None if isinstance(chooser, SpecConfig) else chooser
 
     def choose(self, batch: int, context: int, missed: Callable[[], int]) -> SpecConfig:
         """Return the next round's configuration.
 
-        missed  returns how many tokens the drafter must run on beyond those of a usual round
+        batch    number of its samples
+        context  tokens of all of them, prompts included
+        missed   returns how many tokens the drafter must run on beyond those of a usual round. It is called only if a
+                 rule chooses
         """
         chooser = self.present
         if isinstance(chooser, SpecConfig):
             return chooser
         behind = missed()
+        # In this engine all samples catch up in one round, so the number n of them that could catch up is not used.
         return chooser.choose(batch, context, lambda n: behind, apart=False)
 
     def check(self, configs: Iterable[SpecConfig]) -> None:
-        """Raise EngineError for a configuration that cannot run."""
+        """Raise EngineError for a configuration that this engine cannot run."""
         for config in configs:
             if not config.off and not self.model.arch.draft_layers:
                 raise EngineError(

@@ -1,4 +1,8 @@
-"""Choose drafts from the drafter's logits. A round verifies a chain of them for each sample."""
+"""Choose drafts from the drafter's logits. A round verifies a chain of them for each sample.
+
+B: samples; k: drafts of a sample; V: columns of the drafter's logits, which can be fewer than the vocabulary has tokens
+(`Decoder.draft_ids`). Functions return columns; `rounds.py` maps them to token ids.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ from megatron_rlspec.types import SHARPNESS
 class Chains(NamedTuple):
     """What a round verifies of B samples."""
 
-    tokens: np.ndarray  # [B, 1 + k] the pending token, then drafts
-    drafts: np.ndarray  # [B] how many of the drafts are verified; the others are padding
+    tokens: np.ndarray  # [B, 1 + k] int64: the pending token, then drafts
+    drafts: np.ndarray  # [B] how many of a row's drafts are verified; the later ones are padding
     logq: np.ndarray | None = (
         None  # [B, k] of all drafts, if a rule chose which of them are verified
     )
 
     @property
     def valid(self) -> np.ndarray:
-        """Return the mask [B, 1 + k] of what is no padding."""
+        """Return the mask [B, 1 + k] of the tokens that the target runs on: the pending one and `drafts` drafts."""
         return np.arange(self.tokens.shape[1]) <= self.drafts[:, None]
 
 
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Draft the likeliest columns of `logits [B, V]`. Returns (log q, columns), [B] each."""
+    """Draft the likeliest columns of `logits [B, V]`. Returns (log q at temperature 1, columns), [B] each."""
     column = logits.argmax(-1)
     score = logits.gather(-1, column[:, None])[:, 0]
     return score - logits.logsumexp(-1), column
@@ -47,18 +51,20 @@ def coupled(
     """Draft, for each sample, the column of `logits [B, V]` with the largest s · log q + noise.
 
     The noise is the one with which the verifier will sample, so draft and sample agree more often. Temperature, top-k,
-    top-p and min-p apply to q as they will to the target's p. At temperature 0 the likeliest column is drafted.
+    top-p and min-p apply to q as `verify.sample` will apply them to the target's p. At temperature 0 the likeliest
+    column is drafted.
 
     settings   how the B samples are sampled
     seeds      [B], of the samples
-    keys       [B], the positions that predict the drafts
+    keys       [B], the positions before the drafts; `RoundRunner._verify` must use the same keys
     words      [V], the token ids of the columns; None: column i is token i
     sharpness  the factor s on log q
 
-    Returns (log q, columns), [B] each.
+    Returns (log q, columns), [B] each. The log q is that of the temperature, before filters and sharpness: the rule
+    estimates a draft's chance from it.
     """
     logq = verify.logprobs(logits, settings.temperature)
-    sharp = verify.filtered(logq, settings) * sharpness
+    sharp = verify.filtered(logq, settings) * sharpness  # filtered first: top-p is of q itself
     drawn = draw(sharp, seeds, keys, words)
     column = torch.where(settings.temperature == 0, logq.argmax(-1), drawn)
     return logq.gather(1, column[:, None])[:, 0], column

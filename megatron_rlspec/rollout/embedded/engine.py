@@ -5,7 +5,8 @@ whose prompt is prefilled. In a round, the drafter runs on the tokens committed 
 the target verifies it in one masked pass; the verifier commits at least one token per sample.
 
 The threads that call `generate` run the steps. Several threads may call; their requests share rounds. Under tensor
-parallelism every rank must make the same calls between the same rounds.
+parallelism every rank must make the same calls between the same rounds, because forward passes, `fingerprints` and the
+times that a rule learns from are collectives. `extensions/migration/embedded/engine.py` extends this engine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from megatron_rlspec.types import (
     checked_sharpness,
 )
 
-# of a rule without candidates
+# what a rule chooses among if neither it nor the engine's caller names candidates
 CANDIDATES = (OFF, SpecConfig(1), SpecConfig(2), SpecConfig(3), SpecConfig(5))
 _CLOSED = "closed"
 
@@ -60,7 +61,8 @@ class _Update:
     """An open update.
 
     names     the tensors of its scope
-    doubtful  tensors whose content is unknown, because no finished update brought them; this update's arrivals leave
+    doubtful  tensors whose content was unknown when it began. `send` removes those that arrive; what is left at the
+              end makes the update fail
     """
 
     version: int
@@ -74,20 +76,24 @@ class EmbeddedEngine:
 
     hf_config             config.json; it may hold an EAGLE-3 drafter's (conversion/drafter_files.py), which then drafts
     tensors               the first weights, all of them, under Hugging Face names
-    draft_words           the token ids that an EAGLE-3 drafter drafts from, ascending
+    draft_words           [S] int64, ascending: the token ids that an EAGLE-3 drafter drafts from; None without one
+    config                how many drafts a round makes until `set_config` or `set_spec_rule`
+    candidates            what a rule chooses among if it names none
     drafts                coupled: under position_keyed, drafts take the verifier's noise; argmax: the likeliest token
     max_total_tokens      slots of the KV cache. When they run out, the youngest sample goes back into the queue and its
                           KV cache is recomputed later
     max_running_requests  samples that run at once
-    max_length            tokens of a sample
-    group                 the tensor-parallel group
-    tokenizer             loads the model's, for stop strings
+    max_length            tokens of a sample, the prompt included
+    prefill_chunk         most tokens of one prefill, between two rounds
+    group                 the tensor-parallel group; None: one rank
+    version               of the first weights
+    tokenizer             loads the model's, for stop strings; None: requests with stop strings are refused
     ends                  token ids that end a text, beside those of config.json
 
-    Raises ValueError for arguments that contradict each other.
+    Raises ValueError for arguments that contradict each other, and for a model that the engine does not run.
     """
 
-    bucket_memory = None
+    bucket_memory = None  # buckets have the tensors themselves
 
     def __init__(
         self,
@@ -110,7 +116,7 @@ class EmbeddedEngine:
         tokenizer: Callable[[], Any] | None = None,
         ends: Iterable[int] = (),
     ) -> None:
-        columns = max_length + MOST_DRAFTS
+        columns = max_length + MOST_DRAFTS  # of a row of the cache: a sample, and drafts behind its last token
         if max_total_tokens < columns:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} does not hold one sample of max_length={max_length} "
@@ -131,11 +137,13 @@ class EmbeddedEngine:
         self.choice = ConfigChoice(self.model, candidates)
         self.max_running_requests = max_running_requests
         self._log = RoundLog()
+        # A step holds it, and so do all calls that change requests, weights or the choice of drafts.
         self._lock = threading.RLock()
-        self._steady = threading.Condition(self._lock)  # no update is open
+        self._steady = threading.Condition(self._lock)  # notified when an update ends
         self._update: _Update | None = None
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
-        self._doubtful = set(self.model.tensors)  # tensors whose content is unknown
+        # Tensors whose content is unknown, because no finished update brought them.
+        self._doubtful = set(self.model.tensors)
         self.set_config(config)
         update_weights(self, version, tensors)
 
@@ -171,12 +179,13 @@ class EmbeddedEngine:
                     break
                 with self._lock:
                     self._steady.wait_for(lambda: self._update is None)
-                    # no other caller's step has ended one
+                    # Deliver first what another caller's step has ended meanwhile.
                     if all(run.sample is None for run in open_runs):
                         self._serve()
                 # locks are not fair: let another thread take this one between two rounds
                 time.sleep(0)
         except EngineError as error:
+            # before `so_far`: `remove` stores how many draws a running sample has used
             with self._lock:
                 for run in runs:
                     self.scheduler.remove(run)
@@ -187,25 +196,27 @@ class EmbeddedEngine:
             error.begun = begun
             raise
         finally:
+            # Leave nothing in the engine after any other error either, such as one of `on_sample`.
             with self._lock:
                 for run in runs:
                     self.scheduler.remove(run)
         return [run.sample for run in runs if run.sample is not None]
 
     def begin_update(self, version: int, scope: Scope = "all") -> None:
-        """See `RolloutEngine`. An update may hold a part of the scope's tensors.
+        """See `RolloutEngine`. An update may bring a part of the scope's tensors; the others keep their content.
 
         Running samples go back into the queue; their KV cache is recomputed under the new weights.
         """
-        mine = set()
+        names = set()
         for name in self.model.tensors:
             if scope == "all" or (scope == "drafter") == is_drafter(name):
-                mine.add(name)
+                names.add(name)
         with self._lock:
             self.scheduler.retract()
             self._broken = f"the update to version {version} did not finish"
-            self._update = _Update(version, scope, mine, self._doubtful)
-            self._doubtful = self._doubtful | mine
+            # `send` shrinks the update's set only. The engine's set has the whole scope until the update has finished.
+            self._update = _Update(version, scope, names, self._doubtful)
+            self._doubtful = self._doubtful | names
 
     def send(self, bucket: Bucket, *others: Any) -> None:
         """See `RolloutEngine`. Raises EngineError for an unexpected tensor or a wrong shape."""
@@ -213,6 +224,7 @@ class EmbeddedEngine:
             update = self._update
             assert update is not None, "no update is open"
             for name, tensor in bucket.tensors:
+                # A tied head is a view of the embedding, so a tensor of its own is not needed.
                 if name == "lm_head.weight" and self.arch.tied and update.scope != "drafter":
                     continue
                 if name not in update.names:
@@ -224,7 +236,10 @@ class EmbeddedEngine:
                 update.doubtful.discard(name)
 
     def end_update(self, error: str = "") -> None:
-        """See `RolloutEngine`. Raises EngineError if a tensor is missing that no update delivered completely."""
+        """See `RolloutEngine`. Raises EngineError if the content of a tensor is still unknown.
+
+        After that error the update stays open: `push/update.py` then calls this again with an `error`, which ends it.
+        """
         with self._lock:
             update = self._update
             if error or update is None:
@@ -235,6 +250,7 @@ class EmbeddedEngine:
             self._steady.notify_all()
 
     def _finish(self, update: _Update) -> None:
+        """Take the new weights into use. Raises EngineError if the content of a tensor is unknown."""
         doubtful = update.doubtful
         self._doubtful = doubtful
         if doubtful:
@@ -252,9 +268,10 @@ class EmbeddedEngine:
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
         with self._lock:
+            # Both may raise, so they come first: a refused call changes nothing.
             sharpness = self._sharpness(sharpness)
             self.choice.set_config(config)
-            self.rounds.selection = None
+            self.rounds.selection = None  # a fixed configuration verifies all drafts
             self.rounds.sharpness = sharpness
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
@@ -326,11 +343,12 @@ class EmbeddedEngine:
             return self._log.take()
 
     def recent_rounds(self) -> list[Round]:
-        """Return and forget the newest decode rounds, in order."""
+        """Return and forget the newest decode rounds, in order. For benchmarks; not a part of `RolloutEngine`."""
         with self._lock:
             return self._log.take_recent()
 
     def fingerprints(self) -> dict[str, int]:
+        """See `RolloutEngine`. Collective under tensor parallelism: every rank must call it."""
         with self._lock:
             marks = fingerprints(tensor for _, tensor in self.model.full_tensors())
             return dict(zip(self.model.tensors, marks, strict=True))
@@ -342,27 +360,33 @@ class EmbeddedEngine:
     # -- between rounds -----------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Run one step. The caller holds the lock. Raises EngineError."""
+        """Run one step: admit, prefill, one round. The caller holds the lock.
+
+        Raises EngineError if the engine cannot generate, as within an update.
+        """
         if self._broken:
             raise EngineError(f"embedded engine: {self._broken}")
         for run in [run for run in self.scheduler.every if run.abort]:
             self.scheduler.end(run, "aborted")
+        # An error below leaves this reason behind: rows of the cache may then be half written.
         self._broken = "an earlier round failed"
         with torch.inference_mode():
             self.scheduler.admit()
             self.rounds.prefill([run.row for run in self.running])
             ready = [run for run in self.running if self.rounds.ready(run.row)]
-            alone: list[ActiveRequest] = []
+            # Samples of one token cannot be drafted. They get a plain round of their own first.
+            single_token: list[ActiveRequest] = []
             if self.choice.present != OFF:
-                alone = [run for run in ready if not self.rounds.can_draft(run.row)]
-            self._round(alone, drafts=False)
-            self._round([run for run in ready if run.row >= 0 and run not in alone])
+                single_token = [run for run in ready if not self.rounds.can_draft(run.row)]
+            self._round(single_token, drafts=False)
+            # That round may have taken rows from others, to make room for its own.
+            self._round([run for run in ready if run.row >= 0 and run not in single_token])
         self._broken = ""
 
     def _round(self, runs: list[ActiveRequest], drafts: bool = True) -> None:
         """Run one round of these samples, or of those that the cache has room for, and let the rule learn from it.
 
-        Without `drafts` it is a plain round, whose duration the rule does not learn.
+        drafts  whether the configuration is chosen. If not, it is a plain round, whose duration the rule does not learn
         """
         if not runs:
             return
@@ -375,20 +399,21 @@ class EmbeddedEngine:
         runs = self.scheduler.make_room(runs, self.rounds.columns(rows, config))
         if not runs:
             return
-        rows = np.array([run.row for run in runs])
+        rows = np.array([run.row for run in runs])  # again: some may have gone back into the queue
         rule = self.choice.deciding
         if rule is not None:
             self.rounds.selection = rule if rule.selection is not None else None
         committed = self.rounds.round(rows, config)
-        took = (time.perf_counter() - began) * 1e3
+        round_ms = (time.perf_counter() - began) * 1e3
         accepted = committed.accepted
         verified = committed.verified
         if_all: Sequence[float] = ()
         if rule is not None:
             if_all = rule.observe(config, accepted, verified, committed.logq)
             if drafts:
-                ms = self.model.comm.mean(took, self.model.device)
-                rule.timed(config, len(rows), context, ms, drafts=float(verified.mean()))
+                # Collective. All ranks must learn one duration: with their own, they would choose different rounds.
+                mean_ms = self.model.comm.mean(round_ms, self.model.device)
+                rule.timed(config, len(rows), context, mean_ms, drafts=float(verified.mean()))
         self._append(runs, committed)
         ms = (time.perf_counter() - began) * 1e3
         counts = histogram_of(config.num_steps, accepted)
@@ -399,7 +424,7 @@ class EmbeddedEngine:
         """Append what a round committed to its samples, and end those that it ends."""
         tokens = committed.tokens.tolist()
         logprobs = committed.logprobs.tolist()
-        counts = (committed.accepted + 1).tolist()
+        counts = (committed.accepted + 1).tolist()  # accepted drafts, and the target's own token
         for i, run in enumerate(runs):
             count = counts[i]
             status = run.commit(tokens[i][:count], logprobs[i][:count], self.version)
@@ -408,4 +433,5 @@ class EmbeddedEngine:
 
 
 def _refusal(update: _Update, problem: str) -> EngineError:
+    """Return the error of an update, to be raised."""
     return EngineError(f"embedded engine: update of {update.scope}: {problem}")

@@ -1,4 +1,4 @@
-"""The MiMo/Qwen2 decoder and its MTP layer over a KV cache of slots, in plain torch.
+"""The decoder and its drafter over a KV cache of slots, in plain torch, for families marked `embedded` in `FAMILIES`.
 
 Shapes: N tokens of one forward, flat over samples; B samples; T queries and L keys per sample, padded; H hidden size;
 A query heads and K key/value heads of this rank; D head dimension; V vocabulary.
@@ -27,9 +27,12 @@ from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 class Architecture:
     """Sizes read from a Hugging Face `config.json`.
 
-    mtp     whether the checkpoint's MTP layer drafts
-    eagle3  the drafter that does, with the target's attention; None: there is none
-    taps    layers whose inputs it reads
+    heads, kv_heads, vocab  of the whole model, over all tensor-parallel ranks
+    tied    whether the output head is the embedding
+    mtp     whether the checkpoint's MTP layer drafts; False with an EAGLE-3 drafter
+    eos     token ids that end a text
+    eagle3  the EAGLE-3 drafter, whose attention has the target's shape; None: there is none
+    taps    layers of the target, from 0 and ascending, whose inputs the EAGLE-3 drafter reads; () without one
     """
 
     hidden: int
@@ -56,16 +59,18 @@ class Architecture:
 
     @property
     def drafted_from(self) -> int:
-        """Return the width of the hidden states that the drafter reads."""
+        """Return the width of what the drafter reads of the target at a token: H, or taps * H for EAGLE-3."""
         return self.hidden * (len(self.taps) or 1)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Architecture:
         """Read a config.json. Raises ValueError for a model that the embedded engine cannot run."""
         name = (config.get("architectures") or ["none"])[0]
-        known = names_where(lambda facts: facts.embedded)
-        if name not in known:
-            raise ValueError(f"config.json: {refusal(name, 'run by the embedded engine', known)}")
+        supported = names_where(lambda facts: facts.embedded)
+        if name not in supported:
+            raise ValueError(
+                f"config.json: {refusal(name, 'run by the embedded engine', supported)}"
+            )
         check_config(config, "the embedded engine's model")
         facts = FAMILIES[name]
         layers = config["num_hidden_layers"]
@@ -111,7 +116,7 @@ class Architecture:
 
 
 def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of attention, by its names."""
+    """Return what target and EAGLE-3 drafter must have in common. `_check_same` shows these keys to the user."""
     heads = config["num_attention_heads"]
     return {
         "num_attention_heads": heads,
@@ -123,7 +128,7 @@ def _attention(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_same(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
-    """Raise ValueError unless an EAGLE-3 drafter's attention has the target's shape: they share cache and angles."""
+    """Raise ValueError unless an EAGLE-3 drafter's attention is the target's: they share cache, angles and epsilon."""
     for name, value in drafter.items():
         if value != target[name]:
             raise ValueError(
@@ -141,7 +146,7 @@ class Placement(NamedTuple):
     """Positions, cache slots and attention mask of the N tokens of one forward."""
 
     cos: Tensor  # [N, 1, D]
-    sin: Tensor  # [N, 1, D]
+    sin: Tensor  # [N, 1, D], negative in the first half of D: see `Decoder._block`
     write: Tensor  # [N] cache slot of each token
     read: Tensor  # [B * L] cache slots of each sample, padded with any valid slot
     mask: Tensor  # [B, 1, T * A / K, L] 0 or -inf
@@ -152,7 +157,12 @@ class Placement(NamedTuple):
 
 @dataclass
 class Layer:
-    """Parameters of one transformer layer, fused where one matrix product can serve several of them."""
+    """Parameters of one transformer layer on this rank, fused where one matrix product can serve several of them.
+
+    norm1         of what attention reads
+    qkv, gate_up  rows of q, k and v; of gate and up
+    norm2         before the MLP
+    """
 
     norm1: Tensor
     qkv: Tensor
@@ -166,10 +176,10 @@ class Layer:
 
 
 class Shard(NamedTuple):
-    """This rank's part of one Hugging Face tensor: a view into the fused parameter that the forward uses."""
+    """This rank's part of one Hugging Face tensor. A write to `view` changes the fused parameter of the forward."""
 
     view: Tensor
-    dim: int | None  # the dimension split over tensor-parallel ranks
+    dim: int | None  # the dimension split over tensor-parallel ranks; None: every rank has the whole tensor
 
 
 class Parameter(NamedTuple):
@@ -177,7 +187,7 @@ class Parameter(NamedTuple):
 
     fused: Tensor
     rows: dict[str, int]  # rows of each block on this rank
-    split: int | None  # the dimension split over tensor-parallel ranks
+    split: int | None  # as `Shard.dim`
 
     def blocks(self) -> dict[str, Tensor]:
         """Return the blocks by name, as views."""
@@ -188,9 +198,16 @@ class Parameter(NamedTuple):
 class Decoder:
     """Parameters and forward passes. It knows no requests, sampling or speculation.
 
-    `tensors` maps every Hugging Face name to its `Shard`. Tensor parallelism splits attention by heads, the MLP by
-    intermediate columns and the output head by vocabulary. Embeddings, norms and MiMo's `input_proj` are replicated.
-    Raises ValueError for sizes that the tensor-parallel size does not divide.
+    Tensor parallelism splits attention by heads, the MLP by intermediate columns and the output head by vocabulary.
+    Embeddings, norms and the drafter's input projection are replicated. All ranks must call the forward passes
+    together, because they contain collectives. Raises ValueError for sizes that the tensor-parallel size does not
+    divide.
+
+    positions        number of rotary positions, from 0
+    heads, kv_heads  of this rank
+    tensors          the `Shard` of every Hugging Face name, in one order on all ranks: `full_tensors` and the change of
+                     the tensor-parallel size (`extensions/migration/embedded/retile.py`) run collectives in this order
+    parameters       what `tensors` are views into; `retile.py` replaces their contents
     """
 
     def __init__(
@@ -211,8 +228,10 @@ class Decoder:
         self.packed = PackedWeights()
         self.tensors: dict[str, Shard] = {}
         self.parameters: list[Parameter] = []
-        # [S] words of the draft head's columns, -1: none; None: all words
+        # [S] token ids of the draft logits' columns, over all ranks; -1: a column without a token. None: column i is
+        # token i. For an EAGLE-3 drafter the engine sets it, from the drafter's checkpoint.
         self.draft_ids: Tensor | None = None
+        # This rank's rows of the draft head, and for a subset of the target's head their indices in `head`.
         self.draft_head = self._draft_rows = torch.empty(0)
         h = arch.hidden
         v = arch.vocab
@@ -220,7 +239,7 @@ class Decoder:
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.layers)]
         self.norm = self._new({"model.norm.weight": h})
         if arch.tied:
-            self.head = self.embedding.chunk(comm.size)[comm.rank]
+            self.head = self.embedding.chunk(comm.size)[comm.rank]  # a view: an update of the embedding changes it
         else:
             self.head = self._new({"lm_head.weight": v // comm.size}, h, 0)
         if arch.mtp:
@@ -232,17 +251,18 @@ class Decoder:
             self.final_norm = self._new({prefix + "final_layernorm.weight": h})
         if arch.eagle3:
             self._add_eagle3(arch.eagle3)
-        # As in Transformers and Megatron: angles in float32, cosine and sine cast afterwards.
+        # As in Transformers and Megatron: angles in float32, cosine and sine cast to the model's dtype afterwards.
         columns = torch.arange(positions, dtype=torch.float32)
         frequencies = arch.rope.frequencies(arch.head_dim)
         angle = torch.outer(columns, frequencies).repeat(1, 2)
-        size = torch.full((arch.head_dim,), arch.rope.magnitude)
-        self.cos = (angle.cos() * size).to(device, dtype)[:, None]
-        # with the sign of the rotated half
-        size[: arch.head_dim // 2] *= -1
-        self.sin = (angle.sin() * size).to(device, dtype)[:, None]
+        magnitude = torch.full((arch.head_dim,), arch.rope.magnitude)
+        self.cos = (angle.cos() * magnitude).to(device, dtype)[:, None]
+        # Rotation maps halves (a, b) to (-b, a). `_block` only swaps them, so the sine carries the sign.
+        magnitude[: arch.head_dim // 2] *= -1
+        self.sin = (angle.sin() * magnitude).to(device, dtype)[:, None]
 
     def _add_eagle3(self, drafter: Eagle3) -> None:
+        """Make the drafter's parameters. Its first layer takes the place of the MTP layer, and reads [N, 2 * H]."""
         h = self.arch.hidden
         width = self.arch.drafted_from
         inner = drafter.intermediate_size
@@ -266,30 +286,35 @@ class Decoder:
         self.draft_head = self._new({EAGLE3 + "lm_head.weight": words}, h, 0)
 
     def target(self, tokens: Tensor, plan: Placement, cache: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Run the target over tokens [N]. Returns hidden states [N, H] after the final norm, and the drafter's input.
+        """Run the target over tokens [N] int64. Returns two tensors: hidden states, and what the drafter reads of them.
 
-        That is the same tensor for MTP, and the inputs of n layers side by side, [N, n · H], for EAGLE-3.
+        The hidden states [N, H] are those after the final norm. An MTP drafter reads the same tensor, and an EAGLE-3
+        drafter the inputs of its n taps side by side, [N, n · H]. Writes the tokens' keys and values into `cache`, the
+        `Cache.kv`.
         """
         x = F.embedding(tokens, self.embedding)
-        kept = []
+        tap_inputs = []
+        # not strict: the drafter's layers follow in the cache
         for index, (layer, kv) in enumerate(zip(self.layers, cache, strict=False)):
             if index in self.arch.taps:
-                kept.append(x)
+                tap_inputs.append(x)
             x = self._block(layer, x, plan, kv)
         x = self._rms(x, self.norm)
-        return x, torch.cat(kept, -1) if kept else x
+        return x, torch.cat(tap_inputs, -1) if tap_inputs else x
 
     def draft(self, hidden: Tensor, tokens: Tensor, plan: Placement, cache: list[Tensor]) -> Tensor:
         """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] of the pairs.
 
-        As in MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0. The
-        result is after the drafter's norm. EAGLE-3 takes [N, n · H] for the target's hidden states, and its result is
-        before its norm, unless it hands on normed states. `cache` is that of target and drafter.
+        `hidden` is the target's at the first draft of a round, and this function's own result at the later ones. As in
+        MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0. The result
+        is after the drafter's norm. EAGLE-3 takes [N, n · H] of the target, and its result is before its norm, unless
+        the drafter has `norm_output`. `cache` is `Cache.kv`: target and drafter.
         """
         embedded = F.embedding(tokens, self.embedding)
         kv = cache[self.arch.layers]
         if self.arch.eagle3:
             state = hidden
+            # The width tells the target's states from the drafter's own: there are at least two taps.
             if hidden.shape[-1] != self.arch.hidden:
                 state = self._projected(hidden)
             parts = [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)]
@@ -318,8 +343,9 @@ class Decoder:
         return self._logits(hidden, self.head)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, S] of the words that drafts are chosen from; column i is the word `draft_ids[i]`."""
+        """Return logits [N, S] of the tokens that drafts are chosen from; column i is token `draft_ids[i]`."""
         if self.arch.eagle3:
+            # `draft` has already applied the norm if the drafter hands on normed states
             normed = self.arch.eagle3.norm_output
             state = hidden if normed else self._rms(hidden, self.final_norm)
             return self._logits(state, self.draft_head)
@@ -334,7 +360,10 @@ class Decoder:
         return 0 if self.draft_ids is None else int((self.draft_ids >= 0).sum())
 
     def set_draft_vocabulary(self, words: Tensor) -> None:
-        """Choose drafts from `words [S]`. Raises ValueError for ids outside the vocabulary, and for a word twice."""
+        """Choose drafts from `words [S]`, token ids in any order. All tensor-parallel ranks must pass the same.
+
+        Raises ValueError for an empty set, for ids outside the vocabulary and for an id twice.
+        """
         if self.arch.eagle3:
             raise ValueError(
                 "draft vocabulary: that of an EAGLE-3 drafter is a part of its checkpoint"
@@ -346,23 +375,28 @@ class Decoder:
             raise ValueError(
                 f"draft vocabulary: expected different ids from 0 to {vocab - 1}, at least one"
             )
-        # each rank has a block of the head's rows
+        # Each rank has one block of the head's rows, and computes the words in it.
         rows = vocab // self.comm.size
-        of_ranks = [words[words // rows == rank] for rank in range(self.comm.size)]
-        width = max(len(part) for part in of_ranks)  # every rank computes as many columns
-        padded = [F.pad(part, (0, width - len(part)), value=-1) for part in of_ranks]
+        words_by_rank = [words[words // rows == rank] for rank in range(self.comm.size)]
+        # `_logits` gathers equal shapes, so all ranks pad to the same width. -1 marks columns to be masked.
+        width = max(len(part) for part in words_by_rank)
+        padded = [F.pad(part, (0, width - len(part)), value=-1) for part in words_by_rank]
         self.draft_ids = torch.cat(padded)
-        own = of_ranks[self.comm.rank] - rows * self.comm.rank
-        self._draft_rows = F.pad(own, (0, width - len(own)))
+        local_rows = words_by_rank[self.comm.rank] - rows * self.comm.rank
+        self._draft_rows = F.pad(local_rows, (0, width - len(local_rows)))  # padding reads row 0
         self.renew_draft_head()
 
     def renew_draft_head(self) -> None:
-        """Copy the rows of the draft vocabulary from the output head, which an update may have changed."""
+        """Copy the rows of the draft vocabulary from the output head. Call it after every change of that head.
+
+        An EAGLE-3 drafter has a head of its own, which pushes update.
+        """
         if self.draft_ids is not None and not self.arch.eagle3:
-            self.packed.forget(self.draft_head)
+            self.packed.forget(self.draft_head)  # else the old head and its copy would stay in memory
             self.draft_head = self.head.index_select(0, self._draft_rows)
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+        """Return logits over the heads of all ranks, in rank order. Collective."""
         full = self.comm.concat(self.packed.linear(hidden, head), -1)
         if full.dtype == torch.float64:
             return full
@@ -370,7 +404,7 @@ class Decoder:
 
     @torch.no_grad()
     def write(self, name: str, full: Tensor) -> None:
-        """Copy this rank's part of a full tensor into the parameter. Raises ValueError for a wrong shape."""
+        """Copy this rank's part of a full tensor into the parameter, in place. Raises ValueError for a wrong shape."""
         shard = self.tensors[name]
         part = full
         if shard.dim is not None:
@@ -402,12 +436,16 @@ class Decoder:
         kv: Tensor,
         read: Tensor | None = None,
     ) -> Tensor:
-        """Run a layer. Its attention reads `read`, or the norm of x."""
+        """Run a layer over x [N, H], and write its keys and values into `kv [slots, 2 * K, D]`. Returns [N, H].
+
+        read  what the attention reads, already normed; None: the norm of x
+        """
         n = x.shape[0]
         d = self.arch.head_dim
         if read is None:
             read = self._rms(x, layer.norm1)
         qkv = self.packed.linear(read, layer.qkv, layer.qkv_bias).view(n, -1, d)
+        # All below changes qkv [N, A + 2 * K, D] in place through views: it is a fresh result.
         qk = qkv[:, : self.heads + self.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             query, key = qk.split([self.heads, self.kv_heads], 1)
@@ -415,6 +453,7 @@ class Decoder:
             key.copy_(self._rms(key, layer.k_norm))
         turned = qk.roll(d // 2, -1)
         qk.mul_(plan.cos).addcmul_(turned, plan.sin)
+        # before the attention, which reads the new tokens' keys from the cache, too
         kv.index_copy_(0, plan.write, qkv[:, self.heads :])
         attended = self._attend(qkv[:, : self.heads], plan, kv)
         x = self._add(x, attended, layer.out)
@@ -423,7 +462,10 @@ class Decoder:
         return self._add(x, F.silu(gate).mul_(up), layer.down)
 
     def _attend(self, query: Tensor, plan: Placement, kv: Tensor) -> Tensor:
-        """Return the attention output [N, A * D] of query [N, A, D]. The query heads of a key head share its reads."""
+        """Return the attention output [N, A * D] of query [N, A, D], over the keys in the slots `plan.read`.
+
+        The A / K query heads of a key head are laid out as further queries, so they read its keys once.
+        """
         k = self.kv_heads
         d = self.arch.head_dim
         b, _, rows, length = plan.mask.shape
@@ -441,7 +483,7 @@ class Decoder:
         return out if plan.place is None else out.index_select(0, plan.place)
 
     def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Return x + y @ weightᵀ, with the product summed over ranks; only the first rank adds x."""
+        """Return x + y @ weightᵀ, with the product summed over ranks. Only rank 0 adds x, so that it counts once."""
         if self.comm.rank == 0:
             return self.comm.sum(self.packed.add(x, y, weight))
         return self.comm.sum(self.packed.linear(y, weight))
@@ -457,9 +499,12 @@ class Decoder:
     def _layer(
         self, prefix: str, width: int = 0, intermediate: int = 0, norm: str = "input_layernorm"
     ) -> Layer:
-        """Make a layer. Unless given, `width`, of what its attention reads, and `intermediate` are the target's.
+        """Make a layer whose tensors have names from `prefix` on.
 
-        With `intermediate` it is one of an EAGLE-3 drafter, which has neither biases nor norms of q and k.
+        width         of what its attention reads; 0: H
+        intermediate  of its MLP, over all ranks; 0: the target's. Only layers of an EAGLE-3 drafter state it: they have
+                      neither biases nor norms of q and k
+        norm          name of the norm before the attention
         """
         h = self.arch.hidden
         i = (intermediate or self.arch.intermediate) // self.comm.size
@@ -487,7 +532,12 @@ class Decoder:
     def _new(
         self, rows: Mapping[str, int], columns: int | None = None, split: int | None = None
     ) -> Tensor:
-        """Make one parameter from the named blocks of rows; a vector, for norms and biases, without `columns`."""
+        """Make one zero parameter from the named blocks of rows, and enter it into `parameters` and `tensors`.
+
+        rows     this rank's rows of each block, by Hugging Face name
+        columns  of the matrix; None: the parameter is a vector, as for norms and biases
+        split    as `Shard.dim`
+        """
         shape = [sum(rows.values())]
         if columns is not None:
             shape.append(columns)
@@ -498,6 +548,6 @@ class Decoder:
         return fused
 
     def name_blocks(self, parameter: Parameter) -> None:
-        """Give every block of rows its Hugging Face name."""
+        """Enter the blocks of a parameter into `tensors`. Needed again after a change of its storage or size."""
         for name, view in parameter.blocks().items():
             self.tensors[name] = Shard(view, parameter.split)

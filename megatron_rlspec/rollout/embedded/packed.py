@@ -11,14 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# elements of a matrix that is packed: a call of oneDNN costs 10 µs more, and small matrices stay in cache
+# Matrices with fewer elements are not packed: a call of oneDNN costs 10 µs more, and small matrices stay in cache.
 LEAST = 1 << 17
 
 
 class PackedWeights:
-    """The copies, by matrix. A copy is made at its first use, and again after its matrix has changed in place."""
+    """The copies, by matrix. A copy is made at its first use, and again after its matrix has changed in place.
+
+    Used by the embedded engine's model and by SGLang's scheduler on a CPU (`rollout/sglang/cpu/products.py`). Products
+    are for inference: copies have no gradient.
+    """
 
     def __init__(self) -> None:
+        # By the matrix's identity: its version when the copy was made, and the copy; None for one that is not packed.
         self._copies: dict[Tensor, tuple[int, Tensor | None]] = {}
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,7 +34,7 @@ class PackedWeights:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
     def add(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Return x [N, O] + y [N, I] @ weightᵀ, rounded once."""
+        """Return x [N, O] + y [N, I] @ weightᵀ of a weight [O, I]. The sum is rounded once."""
         packed = self._packed(weight)
         if packed is None:
             return torch.addmm(x, y, weight.t())
@@ -43,6 +48,8 @@ class PackedWeights:
             self._copies.pop(weight, None)
 
     def _packed(self, weight: Tensor) -> Tensor | None:
+        """Return the up-to-date copy of a matrix; None if it is not packed."""
+        # `_version` counts changes in place, also those through views of the matrix
         version, copy = self._copies.get(weight, (-1, None))
         if version != weight._version:
             copy = _pack(weight)

@@ -13,20 +13,33 @@ from megatron_rlspec.types import Partial, Request, Sample, Sampling, Status
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request that waits or runs, until its `Sample` is made."""
+    """A request that waits or runs, until its `Sample` is made. `Partial` is its frozen form.
+
+    stops     token ids that end the response
+    limit     tokens that the response may have
+    strings   stop strings; None: there are none
+    row       in the cache; -1 while waiting
+    draws     noise keys used before the sample got its row; `RoundRunner.draws` counts on from them
+    abort     whether the next step ends it (`EmbeddedEngine.abort`)
+    response  tokens sampled so far; `logprobs` has one number for each
+    versions  as `Partial.policy_versions`, in lists [version, first, last + 1], because the last one grows
+    rounds    verify rounds, without the one that sampled the first token: `acceptance.delivered` asks for these
+    spans     response tokens that were drafts, (first, last + 1)
+    sample    the result; None until the request has ended
+    """
 
     request: Request
     sampling: Sampling
     stops: frozenset[int]
-    limit: int  # tokens that the response may have
+    limit: int
     strings: StopStrings | None = None
-    row: int = -1  # in the cache; -1 while waiting
+    row: int = -1
     draws: int = 0
     abort: bool = False
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
-    rounds: int = 0  # without the one that drew the first token
+    rounds: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     sample: Sample | None = None
 
@@ -47,9 +60,10 @@ class ActiveRequest:
         return np.concatenate([prompt, self.response]).astype(np.int64)
 
     def commit(self, tokens: list[int], logprobs: list[float], version: int) -> Status | None:
-        """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends.
+        """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends, else None.
 
-        All tokens but the last one were drafts.
+        tokens   at least one; all but the last one were drafts
+        version  of the weights that sampled them
         """
         first = len(self.response)
         status: Status | None = None
@@ -61,17 +75,18 @@ class ActiveRequest:
                 break
         last = len(self.response)
         if len(tokens) > 1:
+            # without the target's own token, and without drafts behind the end
             self.spans.append((first, min(first + len(tokens) - 1, last)))
         if self.versions and self.versions[-1][0] == version:
             self.versions[-1][2] = last
         else:
             self.versions.append([version, first, last])
-        if first:
+        if first:  # not the round that sampled the first token
             self.rounds += 1
         return status
 
     def status(self) -> Status | None:
-        """Return how the sample ends with the last token of its response; None if it goes on."""
+        """Return how the sample ends with the last token of its response; None if it goes on. There is one token."""
         last = len(self.response) - 1
         if self.response[last] in self.stops:
             return "finished"
@@ -80,11 +95,12 @@ class ActiveRequest:
         return "truncated" if len(self.response) >= self.limit else None
 
     def continued(self) -> Request:
-        """Return the request with which another engine goes on."""
+        """Return the request with which another engine continues this sample."""
         partial = Partial.of(self.so_far("aborted")) if self.response else None
         return replace(self.request, partial=partial)
 
     def so_far(self, status: Status) -> Sample:
+        """Return the sample as it is now. While it has a row, `draws` is out of date."""
         return self.request.sample(
             status,
             self.response,

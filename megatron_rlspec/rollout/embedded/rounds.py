@@ -1,4 +1,8 @@
-"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Only `engine.py` handles requests."""
+"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Only `engine.py` handles requests.
+
+B: rows of a round; k: drafts of a request; N: tokens of one pass. The N tokens are those of all rows without padding,
+row after row: `array[valid]` here and `Placement.place` in `cache.plan` select the same ones in the same order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from megatron_rlspec.types import SHARPNESS, Drafts, Sampling, SpecConfig, Verif
 
 
 class Span(NamedTuple):
-    """Columns [first, last) of a row that a prefill runs on. `prefix`: the shared prompt that has them, if any."""
+    """Columns [first, last) of a row that a prefill runs on. `prefix`: the shared prompt that has them, or None."""
 
     row: int
     first: int
@@ -30,7 +34,11 @@ class RoundRunner:
 
     Raises ValueError for an unknown verifier.
 
-    selection  the rule, if it chooses how many drafts of each row the target verifies; None: it verifies all
+    prefill_chunk  most tokens of one prefill, and most tokens of a row that the drafter reads in one pass
+    sharpness      of coupled drafts (`types.SHARPNESS`)
+    coupled        whether drafts take the verifier's noise
+    selection      the rule, if it chooses how many drafts of each row the target verifies; None: it verifies all
+    settings       [rows, 4] float64, the sampling of each row, in the order of `verify.Settings`
     """
 
     def __init__(
@@ -56,14 +64,18 @@ class RoundRunner:
         # noise keys that target_only has used so far
         self.draws = np.zeros(rows, np.int64)
         # committed tokens at the start of the row's last round
-        self.before = np.zeros(rows, np.int64)
+        self.previous_length = np.zeros(rows, np.int64)
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
-        """Set the sampling of a row. `draws` continues the noise of a sample that was put back into the queue."""
+        """Set the sampling of a row that `Cache.open` has just given to a sample.
+
+        draws  noise keys that the sample has used so far: it continues after them. 0 for a new sample
+        """
         self.settings[row] = [getattr(sampling, name) for name in Settings._fields]
         self.seeds[row] = verify.noise_seed(seed, self.verifier)
         self.draws[row] = draws
-        self.before[row] = self.cache.length[row] - 1
+        # as if the last round had committed one token, so that `missed` counts all tokens but the pending one
+        self.previous_length[row] = self.cache.length[row] - 1
 
     def ready(self, row: int) -> bool:
         """Return whether the target has run on all tokens of the row but the pending one."""
@@ -74,18 +86,21 @@ class RoundRunner:
         )
 
     def prefill(self, rows: list[int]) -> None:
-        """Run the target on at most `prefill_chunk` tokens that it has not seen yet; shared prefixes run once."""
+        """Run the target on at most `prefill_chunk` tokens of these rows that it has not seen yet.
+
+        The pending tokens are left to the rounds. A shared prefix runs once.
+        """
         cache = self.cache
         spans = self._prefill_spans(rows)
         if not spans:
             return
-        which = np.array([span.row for span in spans])
+        span_rows = np.array([span.row for span in spans])
         starts = np.array([span.first for span in spans])
         ends = np.array([span.last for span in spans])
         columns, valid = _columns(starts, ends)
-        read = self._read(which, ends)
+        read = self._read(span_rows, ends)
         plan = cache.plan(read, self._to(columns), valid=valid)
-        tokens = cache.tokens[which[:, None], columns]
+        tokens = cache.tokens[span_rows[:, None], columns]
         _, drafted_from = self.model.target(self._to(tokens[valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         for span in spans:
@@ -97,13 +112,13 @@ class RoundRunner:
     def _prefill_spans(self, rows: list[int]) -> list[Span]:
         """Return the columns that the next prefill runs on, in the order of rows."""
         cache = self.cache
-        left = self.prefill_chunk
+        budget = self.prefill_chunk
         spans = []
-        prefixes = set()
+        prefixes = set()  # keys of the unfinished prefixes that have a span, or had no budget left
         for row in rows:
             prefix = cache.prefix[row]
             if prefix.computed < len(prefix.tokens):
-                # its first row computes it for all
+                # The first row with this prefix computes it for all. Their own columns follow in a later prefill.
                 if prefix.key in prefixes:
                     continue
                 prefixes.add(prefix.key)
@@ -111,19 +126,22 @@ class RoundRunner:
             else:
                 pending = int(cache.length[row]) - 1
                 span = Span(row, int(cache.computed[row]), pending, None)
-            last = min(span.last, span.first + left)
+            last = min(span.last, span.first + budget)
             if span.first < last:
                 spans.append(span._replace(last=last))
-                left -= last - span.first
+                budget -= last - span.first
         return spans
 
     def can_draft(self, row: int) -> bool:
-        """Return whether a row has more than one token: the drafter needs the hidden state of the one before."""
+        """Return whether a row has at least two tokens: a pair needs the hidden state of the token before it."""
         return bool(self.cache.length[row] > 1)
 
     def missed(self, rows: np.ndarray) -> int:
-        """Return how many tokens the drafter must run on beyond those of a usual round: prompts, and rounds off."""
-        behind = self.before[rows] - self.cache.drafted[rows]
+        """Return how many tokens the drafter must run on beyond those that the rows' last round committed.
+
+        These are prompts, and tokens of rounds in which the drafter was off.
+        """
+        behind = self.previous_length[rows] - self.cache.drafted[rows]
         missed = int(np.maximum(behind, 0).sum())
         for _, prefix in self._prefixes(rows):
             missed += len(prefix.tokens) - prefix.drafted
@@ -138,13 +156,17 @@ class RoundRunner:
         return list(prefixes.values())
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
-        """Return [B], the number of columns that must have slots for a round of `config`."""
+        """Return [B], the number of columns that need slots in a round of `config`: committed tokens and drafts."""
         return self.cache.length[rows] + config.num_steps
 
     def round(self, rows: np.ndarray, config: SpecConfig) -> Committed:
-        """Draft, verify and commit at least one token for every row."""
+        """Draft, verify and commit at least one token for every row.
+
+        rows    [B], all `ready`; all `can_draft`, unless `config` is off. Their `columns` have slots
+        config  how many tokens are drafted
+        """
         cache = self.cache
-        self.before[rows] = cache.length[rows]
+        self.previous_length[rows] = cache.length[rows]
         read = self._read(rows, self.columns(rows, config))
         chains = self._draft(rows, read, config)
         targets, logprobs = self._verify(rows, read, chains)
@@ -153,9 +175,9 @@ class RoundRunner:
         return Committed(targets, logprobs, accepted, chains.drafts, chains.logq)
 
     def _draft(self, rows: np.ndarray, read: Tensor, config: SpecConfig) -> Chains:
-        """Run the drafter on what it has not read, and draft."""
-        last = self.cache.length[rows] - 1
-        tokens = self.cache.tokens[rows, last][:, None]
+        """Run the drafter on the tokens that it has not read, and draft a chain for each row."""
+        pending = self.cache.length[rows] - 1
+        tokens = self.cache.tokens[rows, pending][:, None]
         drafts = np.full(len(rows), config.num_steps)
         if config.off:
             return Chains(tokens, drafts)
@@ -167,15 +189,19 @@ class RoundRunner:
         if self.selection is not None:
             logq = log_probs.float().cpu().numpy()
             drafts = self.selection.lengths(logq)
+            # drop the depths at which no row has a draft that is verified
             drafted = drafted[:, : drafts.max()]
         return Chains(np.concatenate([tokens, drafted.cpu().numpy()], 1), drafts, logq)
 
     def _chain(
         self, rows: np.ndarray, read: Tensor, hidden: Tensor, steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Draft `steps` tokens of each row, from the drafter's `hidden [B, H]` at the pending tokens.
+        """Draft `steps` tokens of each row, from the drafter's output `hidden [B, H]` at the pending tokens.
 
-        Returns (tokens, log q), [B, steps] each.
+        Returns (tokens int64, log q), [B, steps] each, on the model's device.
+
+        The passes write keys of drafts into the drafter's cache. `Cache.drafted` does not count them, so the next
+        `_extend` replaces them by those of the committed tokens and the target's hidden states.
         """
         cache = self.cache
         model = self.model
@@ -186,17 +212,19 @@ class RoundRunner:
         tokens: list[Tensor] = []
         logqs: list[Tensor] = []
         for step in range(steps):
-            before = start + step - 1  # the column before the draft
+            predicting = start + step - 1  # the column before the draft; its position keys the noise
             if tokens:
-                plan = cache.plan(read, before[:, None], drafter=True)
+                plan = cache.plan(read, predicting[:, None], drafter=True)
                 hidden = model.draft(hidden, tokens[-1], plan, cache.kv)
             logits = model.draft_logits(hidden)
             if self.coupled:
-                logq, token = draft.coupled(logits, settings, seeds, before, words, self.sharpness)
+                logq, token = draft.coupled(
+                    logits, settings, seeds, predicting, words, self.sharpness
+                )
             else:
                 logq, token = draft.likeliest(logits)
             if words is not None:
-                token = words[token]
+                token = words[token]  # from the draft head's column to the token id
             tokens.append(token)
             logqs.append(logq)
         return torch.stack(tokens, 1), torch.stack(logqs, 1)
@@ -204,6 +232,7 @@ class RoundRunner:
     def _extend(self, rows: np.ndarray, read: Tensor) -> Tensor:
         """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
         cache = self.cache
+        # Prefixes and rows that are far behind run in chunks first, which bounds the memory of a pass.
         chunk = self.prefill_chunk
         for row, prefix in self._prefixes(rows):
             while prefix.drafted < len(prefix.tokens):
@@ -218,8 +247,9 @@ class RoundRunner:
         last = cache.length[rows]
         out = self._pairs(rows, first, last, read)
         cache.drafted[rows] = last
+        # Every row has at least one pair: its pending token was committed after the drafter's last pass.
         ends = np.cumsum(last - first)
-        return out[self._to(ends - 1)]
+        return out[self._to(ends - 1)]  # the output at each row's pending token
 
     def _pairs(
         self,
@@ -228,34 +258,42 @@ class RoundRunner:
         last: np.ndarray,
         read: Tensor | None = None,
     ) -> Tensor:
-        """Run the drafter on the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H]."""
+        """Run the drafter on the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H].
+
+        first, last  [B], columns of each row; `first` is at least 1
+        read         slots [B, L] of the rows; None: those of the columns before `last`
+        """
         cache = self.cache
         if read is None:
             read = self._read(rows, last)
         columns, valid = _columns(first, last)
         plan = cache.plan(read, self._to(columns), drafter=True, valid=valid)
         tokens = cache.tokens[rows[:, None], columns]
-        before = cache.slots[rows[:, None], columns - 1]
-        hidden = cache.hidden.index_select(0, self._to(before[valid]))
+        previous_slots = cache.slots[rows[:, None], columns - 1]
+        hidden = cache.hidden.index_select(0, self._to(previous_slots[valid]))
         return self.model.draft(hidden, self._to(tokens[valid]), plan, cache.kv)
 
     def _verify(
         self, rows: np.ndarray, read: Tensor, chains: Chains
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Run the target on the chains. Returns the token behind each of theirs and its log-prob, both [B, 1 + k]."""
+        """Run the target on the chains, and sample its own token behind each token of a chain.
+
+        Returns (tokens int64, log-probs float32), [B, 1 + k] each; -1 and 0 on padding. Log-probs are those of the
+        request's temperature before top-k, top-p and min-p.
+        """
         valid = chains.valid
         logits = self._target_logits(rows, read, chains)
-        samples = rows[np.nonzero(valid)[0]]  # the row of each token that is verified
-        settings = self._settings(samples)
+        token_rows = rows[np.nonzero(valid)[0]]  # [N], the row of each token that is verified
+        settings = self._settings(token_rows)
         logp = verify.logprobs(logits, settings.temperature)
-        # the noise is of positions, or new in every round
+        # Position-keyed, the noise of a token is keyed by the position before it. Otherwise every round has new keys.
         first = self.draws[rows]
         if self.verifier == "position_keyed":
             first = self.cache.length[rows] - 1
         width = valid.shape[1]
         keys = first[:, None] + np.arange(width)
-        self.draws[rows] += width
-        seeds = self._to(self.seeds[samples])
+        self.draws[rows] += width  # only target_only reads it
+        seeds = self._to(self.seeds[token_rows])
         chosen = verify.sample(logp, settings, seeds, self._to(keys[valid]))
         targets = np.full(valid.shape, -1, np.int64)
         logprobs = np.zeros(valid.shape, np.float32)
@@ -265,7 +303,7 @@ class RoundRunner:
         return targets, logprobs
 
     def _target_logits(self, rows: np.ndarray, read: Tensor, chains: Chains) -> Tensor:
-        """Run the target on the chains; returns the logits [N, V] of what is no padding."""
+        """Run the target on the chains, and store what the drafter reads. Returns logits [N, V], without padding."""
         cache = self.cache
         valid = chains.valid
         pending = cache.length[rows] - 1
@@ -277,18 +315,26 @@ class RoundRunner:
         return self.model.logits(hidden)
 
     def _settings(self, rows: np.ndarray) -> Settings:
-        """Return how the rows are sampled, [B] each."""
+        """Return how the rows are sampled, [B] each, for any number B of rows, which may repeat."""
         return Settings(*self._to(self.settings[rows].T))
 
     def _read(self, rows: np.ndarray, last: np.ndarray) -> Tensor:
+        """Return the slots [B, L] of the rows' columns before the largest `last`.
+
+        A column without a slot shows an old one or 0: the causal mask hides it.
+        """
         return self._to(self.cache.slots[rows, : int(last.max())])
 
     def _to(self, x: np.ndarray) -> Tensor:
+        """Copy an array to the model's device. On a CPU the tensor may share the array's memory."""
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
 
 
 def _columns(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding."""
+    """Return columns [first, last) of each row as a padded [B, T], and a mask [B, T] of those that are not padding.
+
+    Padding repeats the row's last column, so that it is a valid index.
+    """
     longest = int((last - first).max())
     columns = first[:, None] + np.arange(longest)
     end = last[:, None]

@@ -1,4 +1,8 @@
-"""The requests of an embedded engine: which wait, and which run in rows of its KV cache."""
+"""The requests of an embedded engine: which wait, and which run in rows of its KV cache.
+
+A request that the engine works on is an `ActiveRequest`, here called a run. It is in `running` (with a row), in
+`waiting` (without one), or in neither once its sample is made.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +23,11 @@ from megatron_rlspec.types import Request, Sampling, Status, ended
 class Scheduler:
     """Admits requests into the cache while it has room. Its caller holds the engine's lock.
 
-    max_length  tokens of a sample
-    ends        token ids that end a response
+    max_length  tokens of a sample, the prompt included
+    ends        token ids that end a response, unless a request ignores them (`Sampling.ignore_eos`)
     tokenizer   loads the model's, for stop strings; None: a request with some is refused
+    running     the runs with a row, the oldest first
+    waiting     the runs without one, the next first
     """
 
     def __init__(
@@ -48,7 +54,7 @@ class Scheduler:
     # ---- requests that come -----------------------------------------------------------------------------------------
 
     def made(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
-        """Return requests as the engine works on them. Raises EngineError for stop strings without a tokenizer."""
+        """Make runs of requests, without entering them. Raises EngineError for stop strings without a tokenizer."""
         runs = []
         for request, sampling in requests:
             stops = frozenset(sampling.stop_token_ids)
@@ -67,10 +73,10 @@ class Scheduler:
             )
         return self._tokenizer().decode
 
-    def check(self, run: ActiveRequest, known: set[str]) -> None:
-        """Refuse a wrong request, and add its id to `known`. Ends a run whose partial sample has ended already.
+    def check(self, run: ActiveRequest, used_ids: set[str]) -> None:
+        """Check a run, and add its id to `used_ids`. Raises RequestError for a wrong request.
 
-        Raises RequestError.
+        If its partial sample has ended already, the run gets its `sample` here.
         """
         request = run.request
         length = len(request.prompt.tokens)
@@ -78,11 +84,12 @@ class Scheduler:
             raise RequestError(
                 f"request {request.id}: {length} prompt tokens; expected 1 to {self.max_length - 1}"
             )
-        if request.id in known:
+        if request.id in used_ids:
             raise RequestError(f"request {request.id}: the id is already in use")
-        known.add(request.id)
+        used_ids.add(request.id)
         if request.partial is not None:
             try:
+                # called for its ValueError only; `run.status` also knows stop strings
                 ended(run.response, run.stops, run.limit)
             except ValueError as error:
                 raise RequestError(f"request {request.id}: {error}") from None
@@ -92,10 +99,10 @@ class Scheduler:
 
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
         """Queue requests. Raises EngineError, and queues none, if one of them is wrong."""
-        known = {run.request.id for run in self.every}
+        used_ids = {run.request.id for run in self.every}
         runs = self.made(requests)
         for run in runs:
-            self.check(run, known)
+            self.check(run, used_ids)
         self.waiting += [run for run in runs if run.sample is None]
         return runs
 
@@ -115,14 +122,17 @@ class Scheduler:
             self.running.append(self.waiting.pop(0))
 
     def seat(self, run: ActiveRequest, row: int) -> None:
-        """Give a run a row of the cache that holds its tokens."""
+        """Give a run a row of the cache that has its tokens. The caller moves it into `running`."""
         self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
         run.row = row
 
     def make_room(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
-        """Get slots for `columns [B]` of every run. While slots lack, the youngest goes back. Returns the others."""
-        for run, upto in zip(runs, columns.tolist(), strict=True):
-            while run.row >= 0 and not self.cache.back(run.row, upto):
+        """Get slots for `columns [B]` of every run. Returns the runs that still have a row.
+
+        While slots lack, the youngest running sample goes back to the head of the queue. It may be one of `runs`.
+        """
+        for run, count in zip(runs, columns.tolist(), strict=True):
+            while run.row >= 0 and not self.cache.ensure_slots(run.row, count):
                 youngest = self.running.pop()
                 self.vacate(youngest)
                 self.waiting.insert(0, youngest)
@@ -136,15 +146,15 @@ class Scheduler:
         self.running = []
 
     def vacate(self, run: ActiveRequest) -> None:
-        """Take a running sample's row from it."""
-        run.draws = int(self.rounds.draws[run.row])
+        """Take a running sample's row from it. The caller removes it from `running`."""
+        run.draws = int(self.rounds.draws[run.row])  # while a sample has a row, its draws are counted there
         self.cache.close(run.row)
         run.row = -1
 
     # ---- requests that go -------------------------------------------------------------------------------------------
 
     def remove(self, run: ActiveRequest) -> None:
-        """Take a run out of the engine. Repeatable."""
+        """Take a run out of the engine, without making its sample. Repeatable."""
         if run.row >= 0:
             self.vacate(run)
             self.running.remove(run)
@@ -153,5 +163,5 @@ class Scheduler:
 
     def end(self, run: ActiveRequest, status: Status) -> None:
         """Take a run out, and make its sample."""
-        self.remove(run)
+        self.remove(run)  # first, because it stores the draws that the sample states
         run.sample = run.so_far(status)

@@ -1,5 +1,7 @@
 """Choose the tokens that a verify pass commits, by one of two verifiers. Both sample argmax(log p + Gumbel noise).
 
+N: tokens that a pass verifies; V: vocabulary; B: samples; k: drafts of a sample.
+
 * position_keyed: the noise is a hash of (seed, position, token). So the text depends on seed, prompt and weights only.
 * target_only: the noise is a hash of (seed, draw, token), and every round draws anew. So texts have the target's
   distribution, but one text also depends on how many drafts its rounds had.
@@ -31,7 +33,10 @@ _FOUR_STEPS = 4 * 0x9E3779B97F4A7C15
 
 
 class Settings(NamedTuple):
-    """How N tokens are sampled, [N] each."""
+    """How N tokens are sampled, [N] float64 each. The fields have the names of `types.Sampling`.
+
+    `RoundRunner.settings` stores them in this order.
+    """
 
     temperature: Tensor
     top_p: Tensor
@@ -40,17 +45,21 @@ class Settings(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What one round drew for B rows. It appends the first `accepted + 1` tokens of each row."""
+    """What one round sampled for B rows. It appends the first `accepted + 1` tokens of each row, and drops the others.
+
+    tokens    int64, the target's token behind the pending token and behind each draft; -1 on padding
+    logprobs  float32, of these tokens, at the request's temperature and before top-k, top-p and min-p
+    """
 
     tokens: np.ndarray  # [B, 1 + k]
     logprobs: np.ndarray  # [B, 1 + k]
     accepted: np.ndarray  # [B] drafts that the target accepted
-    verified: np.ndarray  # [B] drafts that the target judged; a chain's padding is none
+    verified: np.ndarray  # [B] drafts that the target judged, accepted or not
     logq: np.ndarray | None  # see `draft.Chains`
 
 
 def noise_seed(seed: int, verifier: Verifier) -> np.int64:
-    """Return the seed of a request's noise.
+    """Return the seed of a request's noise, as the 64 bits that `noise.murmur3` hashes.
 
     Under position_keyed it is the request's own. Under target_only it is a hash of that (splitmix64), because the keys
     are numbers of draws there: with the request's own seed, draw n would have the noise of position n.
@@ -65,7 +74,7 @@ def noise_seed(seed: int, verifier: Verifier) -> np.int64:
 
 
 def logprobs(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return log softmax(logits / T) [N, V] with `temperature [N]` as T; rows with T = 0 use T = 1."""
+    """Return log softmax(logits / T) [N, V] with `temperature [N]` as T; greedy rows, with T = 0, use T = 1."""
     divisor = torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)
     return torch.log_softmax(logits / divisor[:, None], -1)
 
@@ -78,6 +87,7 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
     as the likeliest. With top_p = 1, top_k <= 0 and min_p = 0 all tokens stay.
     """
     _, top_p, top_k, min_p = settings
+    # The filter needs probabilities and a sort. Most runs set no limits and skip it.
     limited = (top_p < 1) | (top_k > 0) | (min_p > 0)
     if not limited.any():
         return logp
@@ -95,7 +105,7 @@ def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Ten
     greedy = settings.temperature == 0
     likeliest = logp.argmax(-1)
     if greedy.all():
-        return likeliest
+        return likeliest  # no noise to compute
     drawn = draw(filtered(logp, settings), seeds, keys)
     return torch.where(greedy, likeliest, drawn)
 
@@ -107,5 +117,6 @@ def count_accepted(tokens: np.ndarray, valid: np.ndarray, targets: np.ndarray) -
     valid    [B, 1 + k]: False where a chain is padded
     targets  [B, 1 + k]: the token that the target samples behind each column; `accepted + 1` of them are committed
     """
+    # Column i of `targets` is the token behind column i of `tokens`, so a draft is compared with the column before it.
     accepted = valid[:, 1:] & (tokens[:, 1:] == targets[:, :-1])
-    return accepted.cumprod(1).sum(1)
+    return accepted.cumprod(1).sum(1)  # the product is 0 from the first refused draft on

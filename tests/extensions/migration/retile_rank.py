@@ -84,7 +84,7 @@ def _forward(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     """Logits of a prompt."""
     cache = Cache(model, 1, 64, 64)
     row = cache.open(tokens.numpy(), len(tokens))
-    cache.back(row, len(tokens))
+    cache.ensure_slots(row, len(tokens))
     columns = torch.arange(len(tokens))[None]
     plan = cache.plan(torch.from_numpy(cache.slots[[row], : len(tokens)]), columns)
     return model.logits(model.target(tokens, plan, cache.kv)[0])
@@ -100,7 +100,7 @@ def rows_of(cache: Cache, group: int) -> dict[str, int]:
     for i, (prompt, length) in enumerate(((SHARED, 12), (SHARED, 20), (rng.integers(1, 48, 5), 9))):
         tokens = np.concatenate([prompt, rng.integers(1, 48, length - len(prompt))])
         row = cache.open(tokens, len(prompt))
-        cache.back(row, length)
+        cache.ensure_slots(row, length)
         prefix = cache.prefix[row]
         prefix.computed = len(prefix.tokens)
         prefix.drafted = len(prefix.tokens) - group % 2
@@ -143,7 +143,7 @@ def wrong(
         header = expected[id]
         prompt = header.prompt_len - 1
         own = painted.open(header.tokens, header.prompt_len)
-        painted.back(own, len(header.tokens))
+        painted.ensure_slots(own, len(header.tokens))
         painted.computed[own], painted.drafted[own] = header.computed, header.drafted
         painted.prefix[own].computed = painted.prefix[own].drafted = prompt
         if cache.computed[row] != header.computed or cache.drafted[row] != header.drafted:
@@ -214,7 +214,7 @@ def growth(groups: Groups, slots: int, path: tuple[int, ...]) -> list[float]:
     mine = {}
     for i in range(8 * path[0] // max(path)):
         mine[f"{group}-{i}."] = row = cache.open(np.arange(slots // 8) + i, 9)
-        cache.back(row, slots // 8)
+        cache.ensure_slots(row, slots // 8)
         cache.prefix[row].computed = 8
         cache.computed[row] = slots // 8 - 1
     found = []
