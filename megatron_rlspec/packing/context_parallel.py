@@ -31,12 +31,13 @@ def cp_index(cu_seqlens_padded: Tensor, rank: int, size: int) -> Tensor:
             f"padded length {int(bad)} is not a multiple of {2 * size}, twice the context-parallel size"
         )
     chunk = lengths // (2 * size)
-    # Front and back chunk of sequence 0, then of sequence 1, ...
+    # This rank's chunks in its own order: front and back chunk of sequence 0, then of sequence 1, ...
     front = cu[:-1] + rank * chunk
     back = cu[:-1] + (2 * size - 1 - rank) * chunk
     starts = torch.stack([front, back], dim=1).flatten()
     widths = chunk.repeat_interleave(2)
     local_starts = widths.cumsum(0) - widths
+    # Within a chunk, global and local positions differ by a constant.
     return torch.arange(total // size, device=cu.device) + (
         starts - local_starts
     ).repeat_interleave(widths)
@@ -51,5 +52,5 @@ def join_from_cp(shards: Sequence[Tensor], cu_seqlens_padded: Tensor) -> Tensor:
     """Join all ranks' shares, given in rank order, to the whole batch. Inverse of `slice_for_cp`."""
     size = len(shards)
     order = torch.cat([cp_index(cu_seqlens_padded, rank, size) for rank in range(size)])
-    rows = to_device(order.argsort(), shards[0].device)
+    rows = to_device(order.argsort(), shards[0].device)  # the inverse of the permutation `order`
     return torch.cat(list(shards)).index_select(0, rows)

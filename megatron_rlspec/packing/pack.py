@@ -1,7 +1,10 @@
 """Pack samples into micro-batches: balanced over data-parallel ranks, shifted, then split for context parallelism.
 
-Every rank calls `pack` with all samples of the optimizer step and takes its share, so nothing is communicated. Tokens
-are shifted on whole sequences before the split. The denominators of the losses do not depend on DP, CP or packing.
+Every rank calls `pack` with all samples of the optimizer step and takes its share, so nothing is communicated. All
+ranks must therefore compute the same bins and counts. Tokens are shifted on whole sequences before the split. The
+denominators of the losses do not depend on DP, CP or packing. `types.PackedBatch` describes the result.
+
+L: tokens of one sample; T: tokens of a micro-batch. A column is a field of all samples, as one tensor `[L]` for each.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ from megatron_rlspec.packing.shift import drafter_targets, shift_packed
 from megatron_rlspec.types import PackedBatch, Sample
 
 Aggregation = Literal["token", "sample", "constant"]
-# To predict the acceptance of a coupled draft, every word of the vocabulary is hashed, at every position. So a step
-# predicts it at about PREDICTED_TOKENS tokens, on all ranks together, with a standard error of 0.6 %: at the first
-# positions of each WINDOW of a micro-batch.
+# To predict the acceptance of a coupled draft at a position, every token of the vocabulary is hashed. To save time, a
+# step predicts it at about PREDICTED_TOKENS tokens only, on all ranks together, with a standard error of 0.6 %: at the
+# first positions of each WINDOW of a micro-batch.
 PREDICTED_TOKENS = 8192
 WINDOW = 1024
 
@@ -62,22 +65,25 @@ def pack(
     divides is 0.
     """
     lengths = [len(sample.tokens) for sample in samples]
+    # `cp_index` cuts into 2 * cp_size chunks, and each rank's share must be a multiple of `multiple`.
     chunks = 1 if cp_size == 1 else 2 * cp_size
     batch_unit = math.lcm(chunks, cp_size * multiple)
-    # Where a sample is cut follows from its padded length, which must not depend on the samples beside it.
+    # The padded length decides where a sample is cut. It must not depend on the other samples of the batch, because
+    # `_rows_in` needs the same cuts in `drafter_part`.
     unit = 1 if cp_size == 1 else batch_unit
     padded_lengths = [-(-length // unit) * unit for length in lengths]
     budget = tokens_per_micro_batch // batch_unit * batch_unit
     bins = partition(padded_lengths, budget, dp_size)
     columns = _columns(samples, lengths, advantages, drafter_weights)
     columns["policy_weight"] = _repeated(_policy_weights(samples, aggregation), lengths)
+    # all or none, so that either all ranks predict acceptance or none does
     seeds = [sample.seed for sample in samples if sample.seed is not None]
     if len(seeds) == len(samples):
         columns["seeds"] = _repeated(seeds, lengths)
     if version is not None:
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
-    # the samples that the drafter learns from
+    # indices of the samples that the drafter learns from
     learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
     learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt)
 
@@ -95,6 +101,7 @@ def pack(
     batches = []
     for chosen in bins[dp_rank::dp_size]:
         batch = micro_batch(chosen)
+        # decided by all samples of the step, so that either all batches of all ranks have a part or none has
         if len(learnt) < len(samples):
             part = micro_batch([i for i in chosen if i in learnt])
             batch = replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
@@ -105,8 +112,10 @@ def pack(
 def predicted_positions(total: int, tokens: float) -> Tensor:
     """Return the positions of a micro-batch at which acceptance is predicted: a mask `[total]`, on the CPU.
 
-    total   positions of the micro-batch
+    total   positions of the micro-batch before the context-parallel slice
     tokens  all tokens that the drafter learns from in the step, on all ranks
+
+    `cotrainer/fields.py` uses it, too.
     """
     wanted = WINDOW * PREDICTED_TOKENS / max(1.0, tokens)
     first = max(32, math.ceil(wanted))  # some of every window, however large the step is
@@ -120,9 +129,10 @@ def partition(
 ) -> list[list[int]]:
     """Put the indices of `lengths` into balanced bins of at most `budget`; return a multiple of `multiple_of` bins.
 
-    Items are placed in order of falling length, each into the emptiest bin. `multiple_of` consecutive bins have similar
-    loads, so ranks that take every `multiple_of`-th bin wait little for each other. Raises ValueError for an item above
-    the budget.
+    Items are placed in order of falling length, each into the emptiest bin; with more bins, if one is too full. Equal
+    lengths and loads are ordered by index, so that all ranks get the same bins. `multiple_of` consecutive bins have
+    similar loads, so ranks that take every `multiple_of`-th bin wait little for each other. Bins can be empty. Raises
+    ValueError for an item above the budget.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if order and lengths[order[0]] > budget:
@@ -133,12 +143,12 @@ def partition(
     least = max(1, math.ceil(sum(lengths) / max(budget, 1)))
     bins_needed = math.ceil(least / multiple_of) * multiple_of
     while True:
-        heap = [(0, i) for i in range(bins_needed)]
+        heap = [(0, i) for i in range(bins_needed)]  # (load, bin), the emptiest first
         bins: list[list[int]] = [[] for _ in heap]
         for item in order:
             load, i = heap[0]
             if load + lengths[item] > budget:
-                break
+                break  # too few bins: begin again with more
             bins[i].append(item)
             heapq.heapreplace(heap, (load + lengths[item], i))
         else:
@@ -154,7 +164,7 @@ def _columns(
     advantages: Sequence[float] | None,
     drafter_weights: Sequence[float] | np.ndarray | None,
 ) -> dict[str, list[Tensor]]:
-    """Return token-aligned `[L]` tensors of every sample, by field."""
+    """Return the columns by field: at index i, the value that describes token i itself."""
     if advantages is None:
         advantages = [0.0] * len(samples)
     if drafter_weights is None:
@@ -169,17 +179,17 @@ def _columns(
 
 
 def _repeated(values: Sequence[float] | np.ndarray, lengths: list[int]) -> list[Tensor]:
-    """Return `[L]` of each sample, from one value of each."""
+    """Return a column of float32 or int64 that repeats one value for all tokens of its sample."""
     return [torch.full((n,), value) for value, n in zip(values, lengths, strict=True)]
 
 
 def _staleness(sample: Sample, version: int) -> Tensor:
-    """Return the versions between each response token and `version`, `[L]`.
+    """Return how many versions each response token is older than `version`, float32 `[L]`; 0 on the prompt.
 
     Raises ValueError if the spans do not cover the response, or hold a version above `version`.
     """
     staleness = torch.zeros(len(sample.tokens))
-    covered = sample.prompt_len
+    covered = sample.prompt_len  # tokens before this index have a version
     for sampled_by, first, last in sorted(sample.policy_versions, key=lambda span: span[1]):
         if sample.prompt_len + first != covered or sampled_by > version:
             break
@@ -194,7 +204,10 @@ def _staleness(sample: Sample, version: int) -> Tensor:
 
 
 def _policy_weights(samples: Sequence[Sample], aggregation: Aggregation) -> list[float]:
-    """Return the weight of the loss of each sample's tokens. Token 0 is never predicted and enters no mean."""
+    """Return one weight for the loss of each sample's tokens: 1, or 1 / its trained tokens for the mean over samples.
+
+    Token 0 is never predicted, so it does not count as trained.
+    """
     if aggregation != "sample":
         return [1.0] * len(samples)
     return [1 / max(1.0, float(np.sum(sample.loss_mask[1:]))) for sample in samples]
@@ -207,6 +220,7 @@ def _counts(
     aggregation: Aggregation,
     constant_length: int | None,
 ) -> dict[str, float | int | list[float]]:
+    """Return `PackedBatch.counts` of the whole step. Sums are in float64: float32 does not count beyond 2²⁴."""
     cu = torch.tensor([0, *lengths]).cumsum(0)
     nothing = torch.zeros(0)  # without samples there is nothing to join
     mask = torch.cat([nothing, *columns["mask"]])
@@ -234,9 +248,10 @@ def _counts(
 
 
 def _rows_in(batch: PackedBatch, part: PackedBatch) -> Tensor:
-    """Return the row in `batch` of each position of `part`, which holds some of its samples; 0 for padding.
+    """Return int64 `[t]`: the row in `batch` of each of the t positions of `part`; 0 for padding.
 
-    Both hold these samples in the same order, and each rank the same tokens of them: see `_micro_batch`.
+    `part` has some of the batch's samples. Both have them in the same order, and on this rank the same tokens of them:
+    see `_micro_batch`. So the n-th real token of `part` is the n-th token of these samples in `batch`.
     """
     rows = torch.zeros(len(part.tokens), dtype=torch.int64)
     real = part.sequence_ids >= 0
@@ -258,6 +273,10 @@ def _micro_batch(
 ) -> PackedBatch:
     """Place the chosen samples one after the other, shift, and return this rank's share.
 
+    chosen          indices of samples, ascending; empty: the batch is padding only
+    padded_lengths  of all samples of the step
+    learnt_tokens   tokens that the drafter learns from in the step
+
     The padding of the last sequence also fills the batch up to a multiple of `batch_unit`. With `cp_size` > 1 there is
     nothing to fill, because every padded length is such a multiple. So a sample is cut the same way in every batch,
     which `_rows_in` relies on. Without samples the batch is one sequence of padding, because kernels need at least one
@@ -267,14 +286,15 @@ def _micro_batch(
     padded = [padded_lengths[i] for i in chosen] or [0]
     units = max(1, math.ceil(sum(padded) / batch_unit))
     total = units * batch_unit
-    padded[-1] += total - sum(padded)
+    padded[-1] += total - sum(padded)  # with `cp_size` > 1: 0, or all of an empty batch
     cu = torch.tensor([0, *real]).cumsum(0).int()
     cu_padded = torch.tensor([0, *padded]).cumsum(0).int()
 
     def lay_out(field: str, empty: int = 0) -> Tensor:
+        """Return a column of the chosen samples as one tensor `[total]`, with `empty` on padding."""
         dtype = torch.int64 if field in ("tokens", "seeds") else torch.float32
         flat = torch.full((total,), empty, dtype=dtype)
-        # no sequence starts at the last boundary
+        # not strict: no sequence starts at the last boundary
         for i, start in zip(chosen, cu_padded.tolist(), strict=False):
             column = columns[field][i]
             flat[start : start + len(column)] = column
@@ -289,19 +309,20 @@ def _micro_batch(
     drafter_tokens, drafter_labels, drafter_mask = drafter_targets(tokens, mask, cu_padded, depth)
 
     def share(x: Tensor) -> Tensor:
+        """Return this rank's part. Everything is shifted before, so no rank needs another one's tokens."""
         return slice_for_cp(x, cu_padded, cp_rank, cp_size)
 
     def trained(field: str) -> Tensor:
-        """Return the shifted values, with 0 where nothing is trained; the values there may be NaN."""
+        """Return this rank's part of the shifted values, with 0 where nothing is trained: they may be NaN there."""
         shifted = shift_packed(lay_out(field), cu_padded)
         return share(shifted.masked_fill(loss_mask == 0, 0))
 
     noise_seeds: Tensor | None = None
     if "seeds" in columns:
-        # of positions where acceptance is predicted; -1 elsewhere
+        # -1 where acceptance is not predicted
         seeds = lay_out("seeds", -1)
-        here = predicted_positions(total, learnt_tokens)
-        noise_seeds = share(seeds.masked_fill(~here, -1))
+        predicted = predicted_positions(total, learnt_tokens)
+        noise_seeds = share(seeds.masked_fill(~predicted, -1))
     starts = cu_padded[:-1].repeat_interleave(torch.tensor(padded))
     return PackedBatch(
         tokens=share(tokens),

@@ -22,7 +22,7 @@ def shift_packed(x: Tensor, cu_seqlens: Tensor, steps: int = 1) -> Tensor:
     total = x.shape[-1]
     t = torch.arange(total, device=cu_seqlens.device)
     is_beyond = t + steps >= _ends(cu_seqlens, total)
-    shifted = x.roll(-steps, -1)
+    shifted = x.roll(-steps, -1)  # wraps round at the end, which the mask below hides
     return shifted.masked_fill(is_beyond, 0)
 
 
@@ -51,7 +51,7 @@ def drafter_targets(
 def _ends(cu_seqlens: Tensor, total: int) -> Tensor:
     """Return `[total]`, the end of each position's sequence; 0 for positions in no sequence."""
     ends = cu_seqlens[1:].long()
-    # skips empty sequences
+    # `right` skips empty sequences, which share their end with the sequence before
     positions = torch.arange(total, device=ends.device)
     sequence = torch.searchsorted(ends, positions, right=True)
     none = ends.new_zeros(1)

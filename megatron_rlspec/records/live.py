@@ -1,4 +1,8 @@
-"""One line for each step of a run, on the terminal of the run."""
+"""One line for each step of a run, on the run's terminal, and one about what speculation saved at its end.
+
+Records are those of `metrics.jsonl`. `metric_names.toml` describes their keys; a key that is renamed there and where it
+is written must be renamed here, too. `run/recording.py` prints the lines, and `commands/report/` uses `saving`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_rlspec.texts import printable
 
-# Key of a record -> the name shown for it, and its format; the most important first.
+# Key of a record -> the name shown for it, and its format. The most important first: a line is cut at its end.
 SHOWN = {
     "rollout/reward": ("reward", "{:.3f}"),
     "rollout/failed_rewards": ("failed rewards", "{:.0f}"),
@@ -24,17 +28,19 @@ SHOWN = {
     "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
 }
 LOSSES = ("policy/loss", "drafter/loss_1")  # shown where there is no reward
-# left out where they are 0, as they should be
+# left out if they are 0, the normal value
 WARNINGS = ("rollout/failed_rewards", "rollout/groups_without_advantage", "rollout/truncated")
 WIDEST = 120  # characters of a line
-FRESH = "drafter/seconds_fresh"
-CLEAR = 0.05  # of the decoding time: costs of rounds are not known better
-Numbers = Mapping[str, float]
+FRESH = "drafter/seconds_fresh"  # written by `extensions/drafter_schedules/fresh.py`
+CLEAR = 0.05  # share of the decoding time: the estimate of a saving is not more exact
+Numbers = Mapping[str, float]  # the record of a step, by key
 
 
 def line(step: int, total: int, values: Numbers, seconds_left: float = 0.0) -> str:
     """Return one step as a line of at most `WIDEST` characters. What does not fit is left out.
 
+    step          from 0, as in the record; the line counts from 1
+    total         steps of the run
     seconds_left  until the run's end; 0: not shown
     """
     end = f"  {duration(seconds_left)} left" if seconds_left else ""
@@ -49,7 +55,7 @@ def line(step: int, total: int, values: Numbers, seconds_left: float = 0.0) -> s
 def _parts(values: Numbers) -> Iterator[str]:
     """Yield what a line shows of a record, the most important first."""
     for key, (name, style) in SHOWN.items():
-        value = values.get(key, math.nan)
+        value = values.get(key, math.nan)  # NaN is left out, too
         if math.isnan(value) or (key in WARNINGS and not value):
             continue
         if key in LOSSES and "rollout/reward" in values:
@@ -73,11 +79,11 @@ def duration(seconds: float) -> str:
 
 
 class Saving(NamedTuple):
-    """What speculation saved of a run's decoding, as estimated.
+    """How much of a run's decoding time speculation saved, as estimated (`speculation/learning.py`).
 
-    spent   seconds of the engines' decode rounds in the steps for which it is known
-    saved   seconds that plain decoding would have taken more; below 0: less
-    steps   for which it is known
+    spent   seconds of the engines' decode rounds, in the steps that have an estimate
+    saved   seconds that decoding without drafts would have taken in addition; negative: speculation took longer
+    steps   number of steps that have an estimate
     """
 
     spent: float
@@ -95,23 +101,23 @@ class Saving(NamedTuple):
 
 
 def saving(records: Sequence[Numbers]) -> Saving | None:
-    """Return what speculation saved in a run, from the records of its steps; None if no step says."""
-    known = [values for values in records if "spec/saved_seconds" in values]
-    if not known:
+    """Return what speculation saved in a run, from the records of its steps; None if no step has an estimate."""
+    estimated = [values for values in records if "spec/saved_seconds" in values]
+    if not estimated:
         return None
-    saved = sum(values["spec/saved_seconds"] for values in known)
-    spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in known) / 1e3
-    return Saving(spent, saved, len(known))
+    saved = sum(values["spec/saved_seconds"] for values in estimated)
+    spent = sum(values["spec/rounds"] * values["spec/ms_per_round"] for values in estimated) / 1e3
+    return Saving(spent, saved, len(estimated))
 
 
 def saved_line(records: Sequence[Numbers]) -> str:
-    """Return what speculation saved in a run as a line; "" if no step says."""
-    found = saving(records)
-    if found is None:
+    """Return what speculation saved in a run as a line; "" if no step has an estimate."""
+    total = saving(records)
+    if total is None:
         return ""
     return (
-        f"speculation {found.effect} of the engines' decoding in {found.steps} steps: {found.spent:.1f} s with drafts, "
-        f"about {found.spent + found.saved:.1f} s without. This is an estimate from its rounds and their costs; "
+        f"speculation {total.effect} of the engines' decoding in {total.steps} steps: {total.spent:.1f} s with drafts, "
+        f"about {total.spent + total.saved:.1f} s without. This is an estimate from its rounds and their costs; "
         "prefill, and training and pushing the drafter, are not counted"
     )
 

@@ -1,4 +1,7 @@
-"""What every key in `metrics.jsonl` means: for the report's hints and the documentation's page of metrics."""
+"""What every key in `metrics.jsonl` means: for the report's hints and the documentation's page of metrics.
+
+The table is `metric_names.toml` beside this file. Its head describes the fields.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,18 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-# What the last part of a key's family stands for.
+# Placeholders in keys of the table, and the pattern that each stands for.
 FAMILIES = {"<d>": r"\d+", "<config>": r"\w+", "<part>": r"\w+"}
+# values of `normal` that a number can be compared with; other values are prose
 BOUND = re.compile(r"(below|above|at least|) ?(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A key, or a family of keys, of `metric_names.toml`, whose head describes the fields."""
+    """An entry of the table: a key, or a family of keys with a placeholder. Fields as in the table.
+
+    act  "" if the value is for information only
+    """
 
     key: str
     unit: str
@@ -23,7 +30,7 @@ class Metric:
     act: str = ""
 
     def is_normal(self, value: float) -> bool | None:
-        """Compare a value with `normal` where that is `0`, `below N`, `above N` or `at least N`; None elsewhere."""
+        """Return whether a value is normal; None unless `normal` is a number, `below N`, `above N` or `at least N`."""
         bound = BOUND.fullmatch(self.normal)
         if bound is None:
             return None
@@ -39,18 +46,19 @@ class Metric:
 
 
 def _read() -> list[tuple[re.Pattern[str], Metric]]:
-    """Return the entries of the TOML file, each with the pattern of its keys."""
+    """Return the entries of the table in its order, each with the pattern of its keys."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     entries = []
     for key, fields in table.items():
         pattern = re.escape(key)
+        # the placeholder is escaped by now, so its escaped form is replaced
         for family, part in FAMILIES.items():
             pattern = pattern.replace(re.escape(family), part)
         entries.append((re.compile(pattern), Metric(key, **fields)))
     return entries
 
 
-_ENTRIES = _read()
+_ENTRIES = _read()  # at import; `find` takes the first entry whose pattern matches
 METRICS = tuple(metric for _, metric in _ENTRIES)
 
 

@@ -1,4 +1,7 @@
-"""Write a run's records, events and sample texts to JSONL, and read them. Rank 0 only."""
+"""Write a run's records, events and sample texts to JSONL, and read them. Rank 0 only.
+
+Users and `commands/report/` read these files. `docs/runs.md` lists them, and `metric_names.toml` the keys of records.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,16 @@ if TYPE_CHECKING:
     from megatron_rlspec.records.sinks import Sink
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
-READ_MOST = 1 << 31  # bytes of a file of records
-# Packages that decide results.
+READ_MOST = 1 << 31  # bytes; `read_records` refuses a larger file
+# Packages whose versions can change a run's results.
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
 class Recorder:
-    """Writes the records of a run in `run_dir`: `docs/runs.md` lists the files.
+    """Writes the records of a run into the JSONL files of `run_dir`.
 
-    On resume at step n, records and samples of step n and later are dropped first, so no step is recorded twice.
+    On resume at step n (`first_step`), the lines of step n and later are dropped from records, samples and moves first,
+    so that no step is recorded twice. Events stay. Steps count from 0.
     """
 
     def __init__(
@@ -41,21 +45,22 @@ class Recorder:
         first_step: int = 0,
         open_sinks: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
-        """`open_sinks` is called once the directory is as at `first_step`."""
+        """`open_sinks` is called once the files hold nothing of `first_step` and later."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        # A process that was killed during a write has left these.
+        # A process that was killed during a `files.write` has left these.
         for partial in self.run_dir.glob(".*.partial"):
-            if not partial.is_dir():  # a result's directory is replaced by the next one
+            if not partial.is_dir():  # an export's unfinished directory, which the next export replaces
                 partial.unlink()
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)
+        # All lines stay here; only an unfinished last one is dropped, which the next line would be appended to.
         for name in ("events", "process"):
             _keep_before(self.run_dir / f"{name}.jsonl", math.inf)
         self._sinks = open_sinks()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the record of a step. Values that are not finite become null."""
+        """Add the record of a step to `metrics.jsonl`, with null for NaN and infinity, and send it to the sinks."""
         self._append("metrics", [{"step": step, "time": time.time(), **values}])
         numbers = {}
         for name, value in values.items():
@@ -64,18 +69,26 @@ class Recorder:
         self.to_sinks(step, numbers)
 
     def to_sinks(self, step: int, values: Mapping[str, float]) -> None:
-        """Send numbers of a step to the sinks of [log] only."""
+        """Send numbers of a step to the sinks of the section [log] only."""
         for sink in self._sinks:
             sink.write(step, values)
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
-        """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped."""
+        """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped.
+
+        kind    what it is about, in one word: "resume", "reward", "engine", ...
+        fields  further values of the event; not printed
+        """
         message = texts.printable(message)
         files.tell(f"[{kind}] {message}", sys.stderr)
         self._append("events", [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:
-        """Add texts to `samples.jsonl`, cut into pieces [text, whether its tokens are accepted drafts]."""
+        """Add samples to `samples.jsonl`, and send them to the sinks.
+
+        A row's `pieces` are the response's text in parts [text, whether its tokens are accepted drafts]. The keys
+        "prompt", "response", "label", "reward" and "status" are also columns in `sinks.py`.
+        """
         rows = []
         for sample in samples:
             row: dict[str, Any] = {
@@ -91,6 +104,7 @@ class Recorder:
             }
             if "reward_parts" in sample.metadata:
                 row["reward_parts"] = sample.metadata["reward_parts"]
+            # set by `tasks/rewards.py`; such a sample has the reward 0, which would look like a true one
             error = sample.metadata.get("reward_error")
             if error is not None:
                 row |= {"reward": None, "reward_error": error}
@@ -111,14 +125,15 @@ class Recorder:
         self._append("process", [row])
 
     def moves(self, step: int, record: Mapping[str, Any]) -> None:
-        """Add the moves of one rollout to `moves.jsonl`."""
+        """Add the moves of one rollout to `moves.jsonl`: see `extensions/migration/plans/record.py`."""
         self._append("moves", [{"step": step, **record}])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add all lines to a JSONL file, or none if that fails. Raises OSError."""
+        """Add all rows as lines to a JSONL file, or none if a write fails, as on a full disk. Raises OSError."""
         path = self.run_dir / f"{name}.jsonl"
         lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
         content = "".join(lines).encode()
+        # Unbuffered, so that a failure shows here. A write may take a part only.
         with path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
@@ -145,7 +160,7 @@ def versions() -> dict[str, str]:
 
 
 def finite(value: Any) -> Any:
-    """Return a value for JSON, in which NaN and infinities are None: JSON has no such numbers."""
+    """Return a copy of a value for JSON, with None for NaN and infinities: JSON has no such numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -161,13 +176,14 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
     All texts together are the decoded response. A character with bytes on both sides of a split is in the later text.
     """
     tokens = sample.response
+    # Pieces alternate: not drafted, drafted, not drafted, ... Some are empty, and are left out.
     cuts = [0, *itertools.chain(*sample.accepted_spans), len(tokens)]
     texts_and_kinds = []
     so_far = ""
     for i, (first, last) in enumerate(itertools.pairwise(cuts)):
-        text = decode(tokens[:last])
+        text = decode(tokens[:last])  # from the start: a token's text can depend on the tokens before it
         if last < len(tokens):
-            # Half a character: its other bytes follow.
+            # The end of the text is a part of a character: its other bytes follow.
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         if last > first and len(text) > len(so_far):
             is_drafted = i % 2 == 1
@@ -177,7 +193,10 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
 
 
 def _keep_before(path: Path, step: float) -> None:
-    """Drop the lines of `step` and later, and an unfinished last line that a killed run left. Raises FileError."""
+    """Drop the lines of `step` and later, and an unfinished last line that a killed run left. Raises FileError.
+
+    Lines without a step stay. The file is replaced as a whole, so a crash leaves the old or the new one.
+    """
     if not path.exists():
         return
     lines = []
@@ -202,7 +221,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
             record = files.parse_json(line, f"{path}:{number}")
         except files.FileError:
             if number == len(lines):
-                break  # empty after the last newline, or unfinished
+                break  # what follows the last newline: nothing, or an unfinished line
             raise
         if not isinstance(record, dict):
             raise files.FileError(f"{path}:{number}: not a JSON object")

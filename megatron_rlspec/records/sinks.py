@@ -1,4 +1,8 @@
-"""Other places that get the records of a run: TensorBoard, and Weights & Biases, by their own packages."""
+"""Other places that get the records of a run: TensorBoard, and Weights & Biases, by their own packages.
+
+Each is a sink with `write`, `samples` and `close`, which `Recorder` calls on rank 0. The packages are optional, so they
+are imported when a sink is opened.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,20 @@ from megatron_rlspec import files
 from megatron_rlspec.config import ConfigError, LogConfig
 from megatron_rlspec.texts import one_line
 
-# of the table of samples
+# Columns of the table of samples in Weights & Biases; keys of the rows that `Recorder.samples` makes.
 COLUMNS = ("step", "prompt", "response", "label", "reward", "status")
 
 
 class TensorBoard:
-    """Event files in `run_dir/tensorboard`. After a resume at `first_step`, TensorBoard hides later steps."""
+    """Event files in `run_dir/tensorboard`.
+
+    After a resume at `first_step`, TensorBoard hides what the run wrote before for this step and later ones.
+    """
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # 0 is a new run, which hides nothing
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -32,7 +40,7 @@ class TensorBoard:
             self._board.add_scalar(name, value, step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add samples, as rows of samples.jsonl."""
+        """Add samples, as rows of `samples.jsonl`."""
         for number, row in enumerate(rows):
             text = f"reward {row['reward']}\n\n{row['prompt']}{row['response']}"
             self._board.add_text(f"sample/{number}", text, step)
@@ -42,23 +50,23 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases. A resumed run goes on there; `run_dir/wandb_id` has its name.
+    """A run of Weights & Biases, whose id is in `run_dir/wandb_id`, so that a resumed run goes on in the same one.
 
-    The first value of a step stays there, so steps that a resume repeats keep their old values.
+    The service keeps the first value of a step. So steps that a resume repeats keep their old values there.
     """
 
     def __init__(
         self, log: LogConfig, options: Mapping[str, Any], run_dir: Path, first_step: int
     ) -> None:
-        """`options`: of the run, by section, which are shown there."""
+        """`options`: all options of the run, by section, for the run's page. Raises ConfigError."""
         try:
             self._package = importlib.import_module("wandb")
-        except Exception as error:  # its many dependencies often disagree
+        except Exception as error:  # not only ImportError: its many dependencies often disagree
             raise ConfigError(
                 f"log.sinks=wandb: it cannot be imported: {one_line(error)}"
             ) from None
         file = run_dir / "wandb_id"
-        if not (first_step and file.exists()):
+        if not (first_step and file.exists()):  # a new run, even in an old directory, gets a new id
             files.write(file, uuid.uuid4().hex)
         try:
             self._run = self._package.init(
@@ -75,9 +83,11 @@ class WeightsAndBiases:
             ) from None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the record of a step."""
         self._run.log(dict(values), step=step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show samples, as rows of `samples.jsonl`, in a table."""
         data = [[str(row[column]) for column in COLUMNS] for row in rows]
         table = self._package.Table(columns=list(COLUMNS), data=data)
         self._run.log({"samples": table}, step=step)
@@ -90,7 +100,7 @@ Sink = TensorBoard | WeightsAndBiases
 
 
 def check(log: LogConfig) -> None:
-    """Raise ConfigError if the package of a sink, which has its name, is not installed."""
+    """Raise ConfigError if the package of a sink is not installed. A sink's name is its package's."""
     for name in log.sinks:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(

@@ -127,7 +127,7 @@ class Conversation:
         self._status = drawn.status
         self.finished = drawn.status == "finished"
         if drawn.status == "aborted":
-            raise Unwound  # ends the user's function: the rollout has failed
+            raise Unwound  # ends the user's function; `Conversations._converse` catches it
         return str(self.tokenizer.decode(drawn.response, skip_special_tokens=True))
 
     def _seed(self) -> int:
@@ -319,7 +319,7 @@ class Conversations:
                 raise FunctionError(
                     f"{self._named}: the function asked for no reply; expected at least one"
                 )
-            conversation.since = None  # `on_sample` may compute a reward, which is not the function's time
+            conversation.since = None  # the time of `on_sample` is not the function's
             on_sample(sample)
         except Unwound:
             return conversation.sample()

@@ -41,7 +41,7 @@ class Drawing:
         self.begin(groups)
 
     def begin(self, groups: Iterable[OpenGroup]) -> None:
-        """Add copies of these groups: the caller's stay as they were if the step fails."""
+        """Add copies of these groups. The caller's own stay as they are."""
         for given in groups:
             group = OpenGroup(list(given.requests), list(given.samples))
             self.groups.append(group)
@@ -122,7 +122,7 @@ class Drawing:
 
 
 def mask_continued(samples: Sequence[Sample]) -> None:
-    """Set the loss mask of samples to 0, in place, on all tokens that an earlier version than their last one sampled."""
+    """Set the loss mask of each sample to 0, in place, on the tokens of all policy versions but its newest."""
     for sample in samples:
         response_mask = sample.loss_mask[sample.prompt_len :]
         for version, first, last in sample.policy_versions:

@@ -1,6 +1,8 @@
 """Which GPUs of a node have trainer ranks and engines, and what share of its memory an engine gets.
 
-Everything here is arithmetic. A layout that does not fit raises ConfigError, with the numbers.
+Disaggregated: the first GPUs have ranks, the others engines. Colocated: every GPU has a rank and an engine. Everything
+here is arithmetic on one node. A layout that does not fit raises ConfigError, with the numbers. `run/loading.py` calls
+it, and `rollout/start.py` turns a layout into the engines' options.
 """
 
 from __future__ import annotations
@@ -24,14 +26,15 @@ Mode = Literal["none", "disaggregated", "colocated"]
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """Names of GPUs, as in CUDA_VISIBLE_DEVICES.
+    """Which GPUs have what. GPUs are named as in CUDA_VISIBLE_DEVICES: by number or UUID.
 
-    train         of the trainer ranks, by local rank
-    engines       of each engine, by its tensor-parallel rank; empty where nothing is placed
+    mode          "none": nothing is placed, as on a machine without GPUs
+    train         GPUs of the trainer ranks, by local rank
+    engines       GPUs of each engine, by its tensor-parallel rank; empty if nothing is placed
     colocated     whether engines share the ranks' GPUs, so that they release memory while training
-    mem_fraction  share of the memory that an engine finds free, for its weights and KV cache
-    tokens        that the KV cache of an engine on the ranks' GPUs holds; 0: all that fit
-    kv_tokens     that the KV cache of any engine holds, by the estimate
+    mem_fraction  share of the memory that an engine finds free, for its weights and KV cache; 0: not set
+    tokens        most tokens in the KV cache of a colocated engine; 0: as many as fit
+    kv_tokens     tokens in the KV cache of any engine, as estimated: for what is told to the user
     """
 
     mode: Mode = "none"
@@ -46,21 +49,24 @@ class GpuLayout:
         return self.mode == "colocated"
 
     def environment(self, engine: int) -> dict[str, str]:
-        """Return the variables of the process of the engine with this index."""
+        """Return the environment variables to add for the process of the engine with this index."""
         if not self.engines:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.engines[engine])}
 
 
 def count_parameters(tensors: Any) -> tuple[int, int]:
-    """Return the number of all parameters, and of those of routed experts; `tensors` as `read_model` returns them."""
+    """Return the number of all parameters, and of those of routed experts.
+
+    tensors  the second result of `conversion.drafter_files.read_model`; only its `headers` are read
+    """
     sizes = {name: math.prod(header.shape) for name, header in tensors.headers.items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     return sum(sizes.values()), experts
 
 
 def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
-    """Return the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, or `count` by number."""
+    """Return the names of the `count` GPUs that this process sees: from CUDA_VISIBLE_DEVICES, or else their numbers."""
     given = environment.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in given.split(",")] if given else [str(i) for i in range(count)]
     return tuple(names[:count])
@@ -73,7 +79,15 @@ def place(
     tensor: int,
     mode: Literal["auto", "disaggregated", "colocated"],
 ) -> GpuLayout:
-    """Give every GPU to trainer ranks, to an engine, or to both. Raises ConfigError if that does not come out even."""
+    """Give every GPU to a trainer rank, to an engine, or to both. Raises ConfigError if the numbers do not fit.
+
+    gpus     of this node, as `devices` names them; empty: nothing is placed
+    ranks    trainer ranks on this node
+    engines  number of engines, each on `tensor` GPUs
+    mode     "auto": colocated if every GPU has a rank, else disaggregated
+
+    The layout has no memory yet: `with_memory` fills it in.
+    """
     if not gpus:
         return GpuLayout()
     if mode == "auto":
@@ -105,7 +119,10 @@ def place(
 
 
 def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:
-    """Raise ConfigError unless `tensor` GPUs can share the model's attention heads as SGLang shares them."""
+    """Raise ConfigError unless `tensor` GPUs can share the model's attention heads as SGLang shares them.
+
+    SGLang gives each GPU as many query heads, and with more GPUs than key and value heads copies of these.
+    """
     heads = int(hf_config.get("num_attention_heads", tensor))
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
     if heads % tensor:
@@ -123,7 +140,8 @@ def with_memory(
 ) -> GpuLayout:
     """Fill in the memory of the engines. Raises ConfigError if GPUs of `gpu` bytes do not hold a rank or an engine.
 
-    Colocated, the trainer keeps weights and optimizer while engines generate, and sleeping engines keep a part.
+    Colocated, each side must leave room for what the other keeps: a rank keeps weights, and the optimizer unless it is
+    offloaded, while engines generate; a sleeping engine keeps CUDA graphs and buffers of its attention.
     """
     room = step_room(gpu, engine if layout.colocated else None)
     check_rank(trainer, room, "a trainer rank, by estimate,")
@@ -135,7 +153,7 @@ def with_memory(
 
 
 def check_colocated(staleness: int, overlap: bool) -> None:
-    """Raise ConfigError for options that need engines while training, or two processes of NCCL on one GPU."""
+    """Raise ConfigError for options under which ranks and engines would work at the same time on shared GPUs."""
     if staleness:
         raise ConfigError(
             "rollout.staleness=1 draws samples while training, but engines on the ranks' GPUs sleep then"

@@ -1,7 +1,8 @@
 """Start the engines that the configuration asks for, or connect to running ones.
 
-`engines()` is the table of all kinds: SGLang's, each a process or at a URL, and an embedded one in a run of one rank.
-The commands add what `extensions/` has, under the same names.
+`engines()` is the core's table of kinds: SGLang's, each a process or at a URL, and an embedded one for a run of one
+rank.
+`extensions/migration/builders.py` has a table with the same names, which the commands use.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from megatron_rlspec.tasks.data import load_tokenizer
 from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.types import SpecConfig, Verifier
 
-# share of a GPU's memory for an engine that no layout of GPUs has, as those of `rlspec answer`
+# SGLang's mem-fraction-static if the layout does not state the engine's share of a GPU's memory.
 UNPLACED = 0.7
-# seconds: a rollout.timeout_seconds that soon finds a hung engine is too short to load weights
+# Seconds to start an engine. A short rollout.timeout_seconds, which finds a hung engine soon, is too short for this.
 LEAST_STARTUP = 600.0
 
 
 class StartingEngines(Protocol):
-    """The engines of a run, on rank 0."""
+    """The engines of a run, on rank 0: first `launch`, then `wait`. `run/engines.py` calls `again` and `close`."""
 
     @property
     def own(self) -> Collection[str]:
@@ -69,11 +70,11 @@ class StartingEngines(Protocol):
 
 
 class Kind(NamedTuple):
-    """One kind of engines.
+    """One kind of engines, as two functions.
 
-    start   makes the engines of a run, on rank 0: (config, run directory, layout). Raises ConfigError if no engine
-            answers at one of `rollout.urls`
-    follow  joins on the other ranks: (config). Returns what ends their part. None: other ranks have no part
+    start   for rank 0: (config, run directory, layout) -> engines that are not launched yet. Raises ConfigError if no
+            engine answers at one of `rollout.urls`
+    follow  for the other ranks, if engines need them: (config) -> the function that ends their part. None: they do not
     """
 
     start: Callable[[Config, Path, GpuLayout], StartingEngines]
@@ -81,7 +82,7 @@ class Kind(NamedTuple):
 
 
 def engines() -> dict[str, Kind]:
-    """Return the kinds of engines by `rollout.engine`."""
+    """Return the kinds of engines, by the value of the option `rollout.engine`."""
     return {
         "sglang": Kind(ServedEngines),
         "embedded": Kind(lambda config, run_dir, layout: EmbeddedEngines(config)),
@@ -112,7 +113,9 @@ class EmbeddedEngines:
 class ServedEngines:
     """SGLang's engines: processes that `launch` starts, or running ones at `rollout.urls`. See `StartingEngines`.
 
-    names  of the engines that are launched, in the order of `GpuLayout.engines`
+    names  of the engines that are launched, in the order of `GpuLayout.engines`; none with `rollout.urls`
+
+    Running engines are named by their URLs. They are neither restarted nor closed here: `own` has launched ones only.
     """
 
     def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
@@ -143,15 +146,16 @@ class ServedEngines:
             started = {}
             for name, process in self._processes.items():
                 started[name] = self._connected(process)
-        except BaseException:
+        except BaseException:  # also an interruption: no process may outlive a run that did not start
             self.close()
             raise
         return self._attached | started
 
     def again(self, name: str, number: int) -> RolloutEngine:
         process = self._launch(name, f".{number}")
+        # This runs in a thread of `Restarts`. `close` may have come before the new process was in `_processes`.
         if self._closed:
-            process.close()
+            process.close()  # `_connected` then raises EngineError
         return self._connected(process)
 
     def close(self) -> None:
@@ -160,7 +164,10 @@ class ServedEngines:
             process.close()
 
     def _attach(self, url: str) -> RolloutEngine:
-        """Connect to a running engine. Raises ConfigError if no engine answers at `url`."""
+        """Connect to a running engine. Raises ConfigError if no engine answers at `url`, or with other options.
+
+        What SGLang fixes when it starts must be as the configuration says.
+        """
         engine = SGLangEngine(url, timeout=self._timeout, transport=self._transport)
         try:
             described = engine.describe()
@@ -184,6 +191,7 @@ class ServedEngines:
         return engine
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
+        """Start the process of an engine in the background. `suffix` keeps a restart from writing to the first log."""
         log = self._logs / f"{name}{suffix}.log"
         self._processes[name] = launch(
             self._config.model.path,
@@ -207,9 +215,9 @@ def check_served_speculation(
     verifier: Verifier,
     candidate_steps: Sequence[int] | None,
 ) -> None:
-    """Raise ConfigError for a running engine with another verifier, or with drafts that a rule may not choose.
+    """Raise ConfigError for a running engine with another verifier, or with numbers of drafts that are not candidates.
 
-    candidate_steps  of the rule; None: no rule chooses
+    candidate_steps  numbers of drafts among which the rule chooses; None: no rule chooses
     """
     if verifier != described["verifier"]:
         raise ConfigError(
@@ -229,7 +237,8 @@ def check_served_drafter(described: Mapping[str, Any], model: str, drafter: str)
 
     An engine fixes both when it starts, and no push changes them.
 
-    described  what engines' `describe` returned, by URL
+    described  what engines' `describe` returned, by URL. Its "eagle3" is compared (`engine.EngineDescription`)
+    model      directory of the policy
     drafter    directory of the EAGLE-3 drafter; "": none
     """
     expected: dict[str, Any] = {}
@@ -248,13 +257,14 @@ def check_served_drafter(described: Mapping[str, Any], model: str, drafter: str)
 
 
 def _shown(drafter: Mapping[str, Any]) -> str:
+    """Describe an EAGLE-3 drafter, by "taps" and "words", in words for a message."""
     if not drafter:
         return "no EAGLE-3 drafter"
     return f"an EAGLE-3 drafter on the inputs of layers {drafter['taps']} and on the tokens {drafter['words']:016x}"
 
 
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
-    """Return the learning of speculation that a run begins with."""
+    """Return what a run's speculation has learnt when it begins: nothing, beside the options and the model's sizes."""
     spec = config.spec
     learning_of_run = Learning(
         spec.candidate_steps,
@@ -269,7 +279,7 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
 
 
 def _transport(config: Config, layout: GpuLayout) -> Transport:
-    """Make the weight transport of all engines."""
+    """Make the weight transport, which all engines share."""
     way: str = config.push.transport
     if way == "auto":
         way = _best_transport(config, layout)
@@ -278,6 +288,7 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
     if way == "group":
         # NCCL refuses two processes on one GPU.
         return GroupBroadcast(config.push.address, "gloo" if layout.colocated else "")
+    # here the way is "handles"; "auto" takes it only where there are GPUs
     if config.push.transport == "handles" and not torch.cuda.is_available():
         raise ConfigError(
             "push.transport=handles is for memory of a GPU, and this machine has none; expected http"
@@ -286,6 +297,7 @@ def _transport(config: Config, layout: GpuLayout) -> Transport:
 
 
 def _best_transport(config: Config, layout: GpuLayout) -> str:
+    """Return the value of `push.transport` that "auto" stands for."""
     if config.rollout.urls or not layout.engines:
         return "http"
     if layout.colocated and _read_memory_of_rank_0(layout):
@@ -310,7 +322,9 @@ def _read_memory_of_rank_0(layout: GpuLayout) -> bool:
 
 
 def embedded(config: Config, kind: type[EmbeddedEngine] = EmbeddedEngine) -> Any:
-    """Build an embedded engine of the class `kind` in this process.
+    """Build an embedded engine in this process, with the weights of `model.path`.
+
+    kind  its class; `extensions/migration/builders.py` passes its subclass
 
     Raises ConfigError for a model that the engine does not run.
     """
@@ -318,7 +332,7 @@ def embedded(config: Config, kind: type[EmbeddedEngine] = EmbeddedEngine) -> Any
     try:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     except DataError:
-        tokenizer = None  # commands that read texts have refused the model
+        tokenizer = None  # commands that need texts have refused the model before
     try:
         return kind(
             hf_config,
@@ -341,13 +355,16 @@ def embedded(config: Config, kind: type[EmbeddedEngine] = EmbeddedEngine) -> Any
 
 
 def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
-    """Return the command-line options of `rlspec serve` for this run's engines."""
+    """Return the command-line options of `rlspec serve`, the same for all of this run's engines.
+
+    They are options of `rollout/sglang/http/serve.py`, or of SGLang's server.
+    """
     spec = config.spec
     options: dict[str, str | int | float] = {
         "dtype": config.model.dtype,
         "spec": spec.mode,
         "verifier": spec.verifier,
-        # by default the model's, and SGLang's page tables grow with it: 6 GiB at 131,072
+        # SGLang's default is the model's longest context. Its page tables grow with it: 6 GiB at 131,072 tokens.
         "context-length": engine_context(config),
         "max-running-requests": config.rollout.max_running_requests,
         "max-total-tokens": config.rollout.max_total_tokens or layout.tokens,
@@ -362,13 +379,15 @@ def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
             options["draft-model"] = config.drafter.path
     if layout.engines:
         options["tp"] = len(layout.engines[0])
+    # not on a machine without GPUs, where SGLang runs on the CPU
     if layout.engines or torch.cuda.is_available():
         options["mem-fraction-static"] = layout.mem_fraction or UNPLACED
     arguments = []
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]
     if layout.engines and layout.colocated:
-        # Released memory comes back empty. The push restores the target; SGLang keeps the target's buffers only.
+        # Memory that a sleeping engine released comes back empty. A push restores the target's weights, and SGLang the
+        # target's buffers. So the drafter is backed up on the CPU.
         arguments.append("--enable-memory-saver")
         if config.spec.mode != "off":
             arguments.append("--enable-draft-weights-cpu-backup")
