@@ -129,6 +129,8 @@ def partition(
 ) -> list[list[int]]:
     """Put the indices of `lengths` into balanced bins of at most `budget`; return a multiple of `multiple_of` bins.
 
+    For `pack` a bin is a micro-batch, an item a sample, and `multiple_of` the data-parallel size.
+
     Items are placed in order of falling length, each into the emptiest bin; with more bins, if one is too full. Equal
     lengths and loads are ordered by index, so that all ranks get the same bins. `multiple_of` consecutive bins have
     similar loads, so ranks that take every `multiple_of`-th bin wait little for each other. Bins can be empty. Raises

@@ -50,7 +50,7 @@ class Recorder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         # A process that was killed during a `files.write` has left these.
         for partial in self.run_dir.glob(".*.partial"):
-            if not partial.is_dir():  # an export's unfinished directory, which the next export replaces
+            if not partial.is_dir():  # a model's directory, which `models/hf_files.py` replaces at the next export
                 partial.unlink()
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)

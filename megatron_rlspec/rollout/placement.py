@@ -114,6 +114,7 @@ def place(
                 f"and {sizes} needs {wanted}"
             )
         free = iter(gpus)
+    # each engine takes the next `tensor` GPUs
     of_engines = tuple(tuple(next(free) for _ in range(tensor)) for _ in range(engines))
     return GpuLayout(mode, tuple(gpus[:ranks]), of_engines)
 

@@ -1,8 +1,8 @@
 """The embedded engine: a `RolloutEngine` in plain torch that runs inside the calling process, on CPU or GPU.
 
-A step admits waiting requests, prefills at most `prefill_chunk` prompt tokens, and runs one round over all samples
-whose prompt is prefilled. In a round, the drafter runs on the tokens committed since its last run and drafts a chain;
-the target verifies it in one masked pass; the verifier commits at least one token per sample.
+A step admits waiting requests, prefills at most `prefill_chunk` tokens of prompts and of samples that have begun, and
+runs one round over all samples that are prefilled. In a round, the drafter runs on the tokens committed since its last
+run and drafts a chain; the target verifies it in one masked pass; the verifier commits at least one token per sample.
 
 The threads that call `generate` run the steps. Several threads may call; their requests share rounds. Under tensor
 parallelism every rank must make the same calls between the same rounds, because forward passes, `fingerprints` and the

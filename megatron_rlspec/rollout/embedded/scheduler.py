@@ -67,6 +67,7 @@ class Scheduler:
 
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
+        """Return the tokenizer's `decode`. The tokenizer is loaded at the first request with stop strings."""
         if self._tokenizer is None:
             raise EngineError(
                 "embedded engine: stop strings need a tokenizer, and this engine was given none"
@@ -111,6 +112,7 @@ class Scheduler:
     def admit(self) -> None:
         """Give rows to waiting requests, in their order, while there is room."""
         while self.waiting:
+            # While nothing runs, a request is admitted anyway.
             if self.running and self.cache.left < self.cache.total // 16:
                 return  # samples admitted into the last slots would go back into the queue at once
             run = self.waiting[0]
