@@ -49,7 +49,7 @@ class Dispatch:
 
     waiting  groups of requests that no engine has, the next first
     samples  the samples that have ended, by id
-    load     by engine, how many unfinished requests it has
+    load     by engine, how many unfinished requests it has; not kept up for a lost one
     running  the engine and the requests of each call that has not been collected
     where    by id, the engine that generates a request, and the request as it was sent
     claimed  by id, the callback of the mover that has claimed a request
@@ -92,6 +92,7 @@ class Dispatch:
         with ThreadPoolExecutor(max(1, len(self.requests))) as threads:
             try:
                 while not self._ended():
+                    # with a limit while aborts may have to be repeated
                     self.news.wait(ABORT_AGAIN if self.aborted else None)
                     # before the work: what happens meanwhile sets it again
                     self.news.clear()
@@ -286,7 +287,7 @@ class Dispatch:
             self.abort_at = time.monotonic() + ABORT_AGAIN
             waiting = [request for group in self.waiting for request in group]
             self.waiting.clear()
-        self._give_back(waiting)
+        self._give_back(waiting)  # also without any: it wakes `finish`, which waits with a limit from now on
 
     def _abort_again(self) -> None:
         """Repeat the abort if it is time: requests may have reached their engine after the first one."""

@@ -118,7 +118,7 @@ class RoundRunner:
         for row in rows:
             prefix = cache.prefix[row]
             if prefix.computed < len(prefix.tokens):
-                # The first row with this prefix computes it for all. Their own columns follow in a later prefill.
+                # The first row with this prefix computes it for all. The rows' own columns follow in a later prefill.
                 if prefix.key in prefixes:
                     continue
                 prefixes.add(prefix.key)
@@ -133,7 +133,7 @@ class RoundRunner:
         return spans
 
     def can_draft(self, row: int) -> bool:
-        """Return whether a row has at least two tokens: a pair needs the hidden state of the token before it."""
+        """Return whether a row has at least two tokens: a pair has the hidden state of the token before."""
         return bool(self.cache.length[row] > 1)
 
     def missed(self, rows: np.ndarray) -> int:
