@@ -50,7 +50,8 @@ class Recorder:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         # A process that was killed during a `files.write` has left these.
         for partial in self.run_dir.glob(".*.partial"):
-            if not partial.is_dir():  # a model's directory, which `models/hf_files.py` replaces at the next export
+            # A directory is an unfinished model, which `models/hf_files.py` replaces at the next export.
+            if not partial.is_dir():
                 partial.unlink()
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)
@@ -181,7 +182,8 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
     texts_and_kinds = []
     so_far = ""
     for i, (first, last) in enumerate(itertools.pairwise(cuts)):
-        text = decode(tokens[:last])  # from the start: a token's text can depend on the tokens before it
+        # from the start: a token's text can depend on the tokens before it
+        text = decode(tokens[:last])
         if last < len(tokens):
             # The end of the text is a part of a character: its other bytes follow.
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")

@@ -114,7 +114,8 @@ class Conversation:
             self._status = "truncated"
             return ""
         so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
-        name = f"{self._request.id}-t{self._turns:04d}"  # of a fixed width: no id may be a prefix of another
+        # of a fixed width: no id may be a prefix of another
+        name = f"{self._request.id}-t{self._turns:04d}"
         prompt = replace(self.prompt, tokens=so_far)
         turn = Request(name, prompt, self._seed())
         self.since = None
@@ -223,7 +224,8 @@ class Conversations:
         self._keyed = keyed
         self._open: dict[int, Conversation] = {}  # by the index of the request in `draw`
         self._failure: BaseException | None = None  # the first one; it ends all conversations
-        self._until = 0.0  # after a failure, by time.monotonic(): later `draw` no longer waits for conversations
+        # after a failure, by time.monotonic(): later `draw` no longer waits for conversations
+        self._until = 0.0
         self._lock = threading.Lock()
 
     def draw(

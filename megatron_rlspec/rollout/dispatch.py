@@ -17,7 +17,8 @@ from typing import Protocol
 from megatron_rlspec.engine import EngineError, RequestError, RolloutEngine
 from megatron_rlspec.types import Partial, Request, Sample, Sampling
 
-ABORT_AGAIN = 0.2  # seconds between two aborts of the same requests: some may not have reached their engine before
+# Seconds between two aborts of the same requests: some may not have reached their engine at the first one.
+ABORT_AGAIN = 0.2
 # is called with (id, the request to continue or None): see `Dispatch.claim`
 Returned = Callable[[str, Request | None], None]
 
@@ -107,7 +108,8 @@ class Dispatch:
                 with self.lock:
                     self.over = True  # before the claims end, so that no new one is made
                 self._end_claims(list(self.claimed))
-                self._abort_all()  # else leaving `threads` would wait until the engines have finished
+                # Without this, leaving `threads` would wait until the engines have generated everything.
+                self._abort_all()
                 raise
         return [self.samples[r.id] for r in self.requests]
 
@@ -287,7 +289,8 @@ class Dispatch:
             self.abort_at = time.monotonic() + ABORT_AGAIN
             waiting = [request for group in self.waiting for request in group]
             self.waiting.clear()
-        self._give_back(waiting)  # also without any: it wakes `finish`, which waits with a limit from now on
+        # also if none waited: it wakes `finish`, which waits with a limit from now on
+        self._give_back(waiting)
 
     def _abort_again(self) -> None:
         """Repeat the abort if it is time: requests may have reached their engine after the first one."""

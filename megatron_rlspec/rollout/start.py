@@ -1,8 +1,7 @@
 """Start the engines that the configuration asks for, or connect to running ones.
 
 `engines()` is the core's table of kinds: SGLang's, each a process or at a URL, and an embedded one for a run of one
-rank.
-`extensions/migration/builders.py` has a table with the same names, which the commands use.
+rank. `extensions/migration/builders.py` has a table with the same names, which the commands use.
 """
 
 from __future__ import annotations
@@ -146,7 +145,8 @@ class ServedEngines:
             started = {}
             for name, process in self._processes.items():
                 started[name] = self._connected(process)
-        except BaseException:  # also an interruption: no process may outlive a run that did not start
+        except BaseException:
+            # also an interruption: no process may outlive a run that did not start
             self.close()
             raise
         return self._attached | started
@@ -264,7 +264,7 @@ def _shown(drafter: Mapping[str, Any]) -> str:
 
 
 def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
-    """Return what a run's speculation has learnt when it begins: nothing, beside the options and the model's sizes."""
+    """Return the state of a run's speculation before its first rollout: options, the model's sizes, no observations."""
     spec = config.spec
     learning_of_run = Learning(
         spec.candidate_steps,

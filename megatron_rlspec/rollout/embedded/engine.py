@@ -116,7 +116,8 @@ class EmbeddedEngine:
         tokenizer: Callable[[], Any] | None = None,
         ends: Iterable[int] = (),
     ) -> None:
-        columns = max_length + MOST_DRAFTS  # of a row of the cache: a sample, and drafts behind its last token
+        # of a row of the cache: a sample, and drafts behind its last token
+        columns = max_length + MOST_DRAFTS
         if max_total_tokens < columns:
             raise ValueError(
                 f"max_total_tokens={max_total_tokens} does not hold one sample of max_length={max_length} "

@@ -179,7 +179,7 @@ class Shard(NamedTuple):
     """This rank's part of one Hugging Face tensor. A write to `view` changes the fused parameter of the forward."""
 
     view: Tensor
-    dim: int | None  # the dimension split over tensor-parallel ranks; None: every rank has the whole tensor
+    dim: int | None  # the dimension split over ranks; None: every rank has the whole tensor
 
 
 class Parameter(NamedTuple):
@@ -239,7 +239,8 @@ class Decoder:
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(arch.layers)]
         self.norm = self._new({"model.norm.weight": h})
         if arch.tied:
-            self.head = self.embedding.chunk(comm.size)[comm.rank]  # a view: an update of the embedding changes it
+            # a view: an update of the embedding changes it
+            self.head = self.embedding.chunk(comm.size)[comm.rank]
         else:
             self.head = self._new({"lm_head.weight": v // comm.size}, h, 0)
         if arch.mtp:
@@ -392,7 +393,8 @@ class Decoder:
         An EAGLE-3 drafter has a head of its own, which pushes update.
         """
         if self.draft_ids is not None and not self.arch.eagle3:
-            self.packed.forget(self.draft_head)  # else the old head and its copy would stay in memory
+            # The old head is replaced. Without this, it and its copy would stay in memory.
+            self.packed.forget(self.draft_head)
             self.draft_head = self.head.index_select(0, self._draft_rows)
 
     def _logits(self, hidden: Tensor, head: Tensor) -> Tensor:

@@ -212,7 +212,8 @@ class RoundRunner:
         tokens: list[Tensor] = []
         logqs: list[Tensor] = []
         for step in range(steps):
-            predicting = start + step - 1  # the column before the draft; its position keys the noise
+            # the column before the draft; its position keys the noise
+            predicting = start + step - 1
             if tokens:
                 plan = cache.plan(read, predicting[:, None], drafter=True)
                 hidden = model.draft(hidden, tokens[-1], plan, cache.kv)

@@ -149,7 +149,8 @@ class Scheduler:
 
     def vacate(self, run: ActiveRequest) -> None:
         """Take a running sample's row from it. The caller removes it from `running`."""
-        run.draws = int(self.rounds.draws[run.row])  # while a sample has a row, its draws are counted there
+        # while a sample has a row, its draws are counted there
+        run.draws = int(self.rounds.draws[run.row])
         self.cache.close(run.row)
         run.row = -1
 
