@@ -1,4 +1,4 @@
-"""An embedded engine of a fleet, which runs its rounds one by one and moves samples into it and out of it."""
+"""An embedded engine of a fleet: `member.py` runs its rounds one by one, and moves samples into it and out of it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         rows  by id: the row of the new cache that holds a request's tokens. A request without one waits and is
               prefilled
         rule  replaces the engine's own; None: the engine keeps its own
-
-        Rows of the requests that were here are not closed: the cache's `reset` has forgotten them.
         """
         with self._lock:
             runs = self.scheduler.made(requests)
+            # `Scheduler.remove` would free rows, which may be others' by now: `retile` has reset the cache.
             self.scheduler.running = []
             self.scheduler.waiting = []
             for run in runs:
@@ -57,8 +56,8 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
                     self.scheduler.seat(run, row)
                     self.running.append(run)
             if rule is not None:
-                # Not by `set_rule`, which lets a rule inherit from the one before: all ranks of a group must have equal
-                # rules.
+                # Not by `set_rule`, which lets a rule inherit from the one before: all ranks of a group must have the
+                # same rule, or they would choose different drafts.
                 self.choice.chosen = self.choice.rule = rule
             return runs
 
@@ -70,7 +69,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
                 if run.response and self.rounds.ready(run.row):
                     prompt = len(run.request.prompt.tokens)
                     length = len(run.response)
-                    # `run.rounds` leaves out the round that drew the first token; that token is in `length`
+                    # `run.rounds` leaves out the round that sampled the first token; `length` counts that token.
                     accept = length / (run.rounds + 1)
                     running.append(RunningSample(run.request.id, prompt, prompt + length, accept))
             waiting = len(self.waiting) + len(self.running) - len(running)

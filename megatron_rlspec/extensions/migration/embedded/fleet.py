@@ -1,7 +1,8 @@
 """The embedded engines of all ranks of a training job, as one `RolloutEngine` on rank 0.
 
-Rank 0 sends orders. On every other rank a thread carries them out (`Follower`), with a gloo group of its own. So the
-main threads can train meanwhile, or take part in the export of a push.
+Rank 0 sends orders: ("tick", Tick), ("call", method, arguments) or ("close",). On every other rank a thread carries
+them out (`Follower`), with a gloo group of its own. So the main threads can train meanwhile, or take part in the export
+of a push. `member.py` has what an order does on one rank.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from megatron_rlspec.push.bucket import Bucket, buckets
 from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig
 
-LOST = "gloo/"  # the errors of collective calls have this if another rank has ended
-GRACE = 1.0  # seconds for the main thread to report that a rank was lost
+LOST = "gloo/"  # in the errors of collective calls if another rank has ended: a path in gloo's source
+GRACE = 1.0  # seconds in which a follower's main thread may report that a rank was lost
 MESSAGE = 64 << 20  # bytes of weights in one message
-DIFFERS = -1  # no tensor has this fingerprint
+DIFFERS = -1  # no tensor has this fingerprint, so the comparison after a push finds a difference
 
 
 class Fleet:
@@ -35,6 +36,9 @@ class Fleet:
 
     The ranks generate in ticks of `every` rounds. Between two ticks samples are returned, new requests begin, and
     samples move. A call that changes the engines waits for the end of a tick.
+
+    Any thread may call any method. One that waits in `generate` runs the ticks for all. A thread that takes both locks
+    takes `_lock` first.
     """
 
     bucket_memory = None
@@ -42,21 +46,21 @@ class Fleet:
     def __init__(self, member: Member, every: int) -> None:
         self.member = member
         self.every = every
-        self._lock = threading.Lock()  # of the ranks' messages
-        self._steady = threading.Condition(self._lock)
+        self._lock = threading.Lock()  # held during one order: one thread at a time talks to the ranks
+        self._steady = threading.Condition(self._lock)  # no update is open
         self._updating = False
-        self._known = threading.RLock()  # of the attributes up to `_sizes`
-        self._new: Requests = []
-        self._open: dict[str, tuple[Request, Sampling]] = {}
+        self._fields_lock = threading.RLock()  # of the attributes up to `_sizes`; held shortly, also beside a tick
+        self._new: Requests = []  # for the next tick
+        self._open: dict[str, tuple[Request, Sampling]] = {}  # by id, requests whose samples have not ended
         self._dealt: set[str] = set()  # ids of open requests that the ranks have
-        self._aborted: set[str] = set()
-        self._dropped: set[str] = set()
-        self._done: dict[str, Sample] = {}
-        self._began = 0.0  # when the first request of the rollout came
-        self._moves: list[dict[str, Any]] = []
+        self._aborted: set[str] = set()  # ids for the next tick
+        self._dropped: set[str] = set()  # ids for the next tick
+        self._done: dict[str, Sample] = {}  # by id, samples that their `generate` has not returned yet
+        self._began = 0.0  # `perf_counter` when the first request of the rollout came
+        self._moves: list[dict[str, Any]] = []  # records for `moves.jsonl`
         self._sizes: list[dict[str, Any]] = []
         self._closed = False
-        self._astray = False  # the ranks may be in the middle of an order
+        self._mid_order = False  # the ranks may be in the middle of an order, where a new one would be misread
         self._lost = ""  # why the ranks can no longer be reached
 
     # -- generating ---------------------------------------------------------------------------------------------------
@@ -71,7 +75,7 @@ class Fleet:
         left = self._open_requests(requests, sampling)
         try:
             while left:
-                with self._known:
+                with self._fields_lock:
                     ended = [self._done.pop(id) for id in left & self._done.keys()]
                 for sample in ended:
                     samples[sample.request_id] = sample
@@ -83,7 +87,7 @@ class Fleet:
                 try:
                     self._serve(left)
                 except EngineError:
-                    with self._known:
+                    with self._fields_lock:
                         if not left & self._done.keys():
                             raise  # else first return what has ended
                 # locks are not fair: let another thread take this one between two ticks
@@ -95,7 +99,7 @@ class Fleet:
     def _open_requests(self, requests: Sequence[Request], sampling: Sampling) -> set[str]:
         """Queue requests for the next tick. Returns their ids. Raises EngineError if one of them is wrong."""
         scheduler = self.member.engine.scheduler
-        with self._known:
+        with self._fields_lock:
             if not self._open:
                 self._began = time.perf_counter()
             runs = scheduler.made([(request, sampling) for request in requests])
@@ -113,7 +117,7 @@ class Fleet:
 
     def _forget(self, ids: set[str]) -> None:
         """Drop requests that no caller waits for any more."""
-        with self._known:
+        with self._fields_lock:
             self._new = [pair for pair in self._new if pair[0].id not in ids]
             for id in ids:
                 self._done.pop(id, None)
@@ -123,9 +127,12 @@ class Fleet:
                     self._dropped.add(id)
 
     def _serve(self, waiting: set[str]) -> None:
-        """Run one tick, unless another thread's tick has ended one of `waiting`."""
+        """Run one tick, unless another thread's tick has ended one of the samples `waiting` (ids).
+
+        Raises EngineError if an engine of any rank fails.
+        """
         with self._ordering(tick=True):
-            with self._known:
+            with self._fields_lock:
                 if waiting & self._done.keys():
                     return
                 order = self._tick()
@@ -133,10 +140,10 @@ class Fleet:
             self.member.ranks.tell(("tick", order))
             try:
                 samples = self.member.tick(order)
-            except RuntimeError:  # of the samples of this tick, rank 0's own are known
+            except RuntimeError:  # a rank was lost: of the samples of this tick, only rank 0's own arrived
                 self._end([run.sample for run in self.member.runs if run.sample is not None])
                 raise
-            with self._known:
+            with self._fields_lock:
                 self._end(samples)
                 self._record_tick(began - self._began)
             for report in self.member.reports:
@@ -144,9 +151,10 @@ class Fleet:
                     raise EngineError(report.error)
 
     def _end(self, samples: Sequence[Sample]) -> None:
+        """Hand samples that have ended to their `generate`."""
         for sample in samples:
             self._dealt.discard(sample.request_id)
-            if self._open.pop(sample.request_id, None) is not None:
+            if self._open.pop(sample.request_id, None) is not None:  # else `_forget` has dropped the request
                 self._done[sample.request_id] = sample
 
     def _record_tick(self, began: float) -> None:
@@ -160,15 +168,18 @@ class Fleet:
                 self._moves.append(asdict(move) | since)
 
     def record(self) -> dict[str, Any]:
-        """Return and forget what a line of `moves.jsonl` holds, to the precision of a tick."""
-        with self._known:
+        """Return and forget what a line of `moves.jsonl` holds: {"moves": [...], "sizes": [...]}.
+
+        Their `began` is that of their tick, in seconds since the rollout's first request.
+        """
+        with self._fields_lock:
             record = {"moves": self._moves, "sizes": self._sizes}
             self._sizes = []
             self._moves = []
             return record
 
     def _tick(self) -> Tick:
-        """Return the next tick: new requests go to the ranks that have least to do."""
+        """Return the next tick, and clear what it takes along. The caller holds `_fields_lock`."""
         dealt = self._deal()
         cap = max((sampling.max_new_tokens for _, sampling in self._open.values()), default=1)
         tick = Tick(
@@ -186,13 +197,17 @@ class Fleet:
         return tick
 
     def _deal(self) -> list[Requests]:
-        """Deal whole groups, which share their prompt's cache; parts of them if there are fewer than ranks."""
+        """Deal the new requests to the ranks that have least to do. Returns them by rank.
+
+        Whole groups go to one rank, where they share the cache of their prompt; parts of groups if there are fewer
+        groups than ranks.
+        """
         ranks = self.member.ranks.size
         groups: dict[int, Requests] = {}
         # By id: a deal does not depend on the order in which requests came.
         for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
             groups.setdefault(request.prompt.id, []).append((request, sampling))
-        most = max(1, -(-len(self._new) // ranks))
+        most = max(1, -(-len(self._new) // ranks))  # requests that one rank gets at once, rounded up
         busy = [report.open for report in self.member.reports] or [0] * ranks
         dealt: list[Requests] = [[] for _ in range(ranks)]
         for group in groups.values():
@@ -204,32 +219,35 @@ class Fleet:
         return dealt
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        with self._known:
-            asked = set(self._open if request_ids is None else request_ids)
-            self._aborted |= asked & self._open.keys()
+        with self._fields_lock:
+            ids = set(self._open if request_ids is None else request_ids)
+            self._aborted |= ids & self._open.keys()
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _ordering(self, tick: bool = False) -> Iterator[None]:
-        """Hold the messages of one order. After an error in the middle of it the ranks are told nothing more."""
+        """Keep other threads from the ranks during one order. A `tick` first waits until no update is open.
+
+        After an error in the middle of an order the ranks are told nothing more: nobody knows which message they expect.
+        """
         with self._lock:
             if tick:
                 self._steady.wait_for(lambda: not self._updating)
-            if self._closed or self._astray:
+            if self._closed or self._mid_order:
                 raise EngineError(f"embedded engine: {self._lost or 'closed'}")
-            self._astray = True
+            self._mid_order = True
             try:
                 yield
-            except EngineError:  # after the last message of the order
-                self._astray = False
+            except EngineError:  # an engine's own: it is raised after the last message of the order
+                self._mid_order = False
                 raise
             except RuntimeError as error:
                 if LOST not in str(error):
                     raise
                 self._lost = f"a rank of the fleet ended or cannot be reached ({str(error).splitlines()[0][:120]})"
                 raise EngineError(f"embedded engine: {self._lost}") from None
-            self._astray = False
+            self._mid_order = False
 
     def _call(self, name: str, *arguments: Any) -> list[Any]:
         """Call a method of all engines, one call at a time. Returns the results."""
@@ -245,7 +263,7 @@ class Fleet:
 
     def send(self, bucket: Bucket, *others: Any) -> None:
         for lot in buckets(bucket.tensors, MESSAGE):
-            # copies, as a pickled view has all that it is a view of
+            # Copies: pickle writes the whole storage of a view.
             self._call("send", Bucket([(name, tensor.cpu().clone()) for name, tensor in lot]))
 
     def end_update(self, error: str = "") -> None:
@@ -268,7 +286,7 @@ class Fleet:
         self._call("set_draft_vocabulary", words)
 
     def spec_rule_report(self) -> dict[str, Any]:
-        """Return rank 0's report, which stands for all: every rank has the same rule, and its share of the samples."""
+        """Return rank 0's report for all ranks: each has the same rule, and a share of the samples."""
         report: dict[str, Any] = self._call("spec_rule_report")[0]
         return report
 
@@ -291,7 +309,7 @@ class Fleet:
         return stats
 
     def fingerprints(self) -> dict[str, int]:
-        """Compute the fingerprints on all ranks. That of a tensor that differs between ranks is DIFFERS."""
+        """Compute the fingerprints on all ranks. A tensor that differs between ranks gets DIFFERS."""
         ranks = self._call("fingerprints")
         marks: dict[str, int] = {}
         for of_rank in ranks:
@@ -313,10 +331,10 @@ class Fleet:
         return not self._closed and not self._lost
 
     def close(self) -> None:
-        self.abort()
+        self.abort()  # the next tick then ends all samples, and with them every `generate`
         with self._lock:
-            if not self._closed and not self._astray:
-                with suppress(RuntimeError):  # a rank has died
+            if not self._closed and not self._mid_order:
+                with suppress(RuntimeError):  # fails if a rank has died
                     self.member.ranks.tell(("close",))
             self._closed = True
 
@@ -326,7 +344,7 @@ class Follower:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        # a new thread has GPU 0
+        # The present GPU is a setting of each thread, and a new thread begins with GPU 0.
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._thread.start()
@@ -338,20 +356,23 @@ class Follower:
             self._follow()
         except BaseException as error:
             if LOST in str(error):
-                time.sleep(GRACE)  # the main thread may see it, too
+                # The main thread may see the same loss, and its message says more.
+                time.sleep(GRACE)
             else:
                 traceback.print_exc()
-            os._exit(1)  # a rank that stays alive, and silent, would let others wait for it
+            # A thread cannot end its process by an exception. If this rank lived on, the others would wait for it.
+            os._exit(1)
 
     def _follow(self) -> None:
         ranks = self.member.ranks
         while True:
-            method, *arguments = ranks.tell()
+            method, *arguments = ranks.tell()  # as `Fleet` sends them
             if method == "close":
                 return
-            with suppress(EngineError):  # rank 0 has been told
+            # `Member` has told rank 0 of the error, and `Fleet` raises it there.
+            with suppress(EngineError):
                 getattr(self.member, method)(*arguments)
 
     def close(self) -> None:
-        """Wait until rank 0 has closed the fleet, but not for ever: it may have died."""
+        """Wait until rank 0 has closed the fleet, at most 60 s: rank 0 may have died."""
         self._thread.join(timeout=60)

@@ -1,7 +1,10 @@
 """One rank's part of a fleet of embedded engines: it runs its requests, and exchanges samples with other ranks.
 
-All ranks run the same calls in lock-step: some rounds, one small exchange of loads, the same plan on every rank, the
-moves of the plan. No clock enters a plan, so a resumed run decodes in the same batches as an uninterrupted one.
+All ranks run the same calls in lock-step. Rank 0 decides them (`fleet.py`). One tick: a change of the tensor-parallel
+size if that pays, the same plan of moves on every rank, the moves, some rounds, one exchange of loads.
+
+What a rank decides by itself follows from the loads that all ranks exchanged, and from no clock. So all ranks decide
+alike, and a resumed run decodes in the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ class Tick(NamedTuple):
     """An order to run some rounds on all ranks.
 
     new      the requests that begin, for each rank
-    aborted  ids of samples that end now
-    dropped  ids of samples that no caller waits for
-    cap      the most tokens of a response
+    aborted  ids of samples to end now, with what they have
+    dropped  ids of samples that no caller waits for; they end without a sample
+    rounds   to run after the moves; fewer on a rank that has no request left
+    cap      the most tokens of a response, over all open requests
     """
 
     new: list[Requests]
@@ -48,8 +52,9 @@ class Tick(NamedTuple):
 class Report(NamedTuple):
     """What a rank tells all others after a tick.
 
+    load   its engine's, at the end of the tick
     open   how many requests it has
-    done   how many of its samples ended in the tick
+    done   how many samples it sends to rank 0 for this tick
     moved  moves in which it was the target
     error  why its engine failed; "" if it did not
     """
@@ -62,11 +67,13 @@ class Report(NamedTuple):
 
 
 class Member:
-    """One rank.
+    """One rank. On rank 0 `Fleet` calls `tick` and `call`, on the others `Follower`, with the same arguments.
 
     rebalancer  plans the moves; None: samples stay where they were dealt
     sizes       decides on the tensor-parallel size of a rollout's end; None: it stays 1
     groups      of the ranks, made for all sizes in question; needed with `sizes`
+    reports     of all ranks, of the last tick; [] before the first
+    runs        the requests that this rank's engine has
     """
 
     def __init__(
@@ -82,7 +89,8 @@ class Member:
         self.rebalancer = rebalancer
         self.sizes = sizes
         self.groups = groups
-        self.changes: list[dict[str, Any]] = []  # records of changes of the size
+        # records of changes of the size, for `moves.jsonl`; `Fleet` takes them on rank 0
+        self.changes: list[dict[str, Any]] = []
         self.mover = TransferEndpoint(engine)
         self.reports: list[Report] = []
         self.runs: list[ActiveRequest] = []
@@ -92,14 +100,17 @@ class Member:
     # ---- a tick -----------------------------------------------------------------------------------------------------
 
     def tick(self, order: Tick) -> list[Sample]:
-        """Run one tick. Returns the samples of all ranks that have ended on rank 0, none elsewhere."""
+        """Run one tick. Collective. On rank 0 returns the samples of all ranks that have ended, elsewhere none.
+
+        An engine that fails does not raise: its error is in `reports`, and all ranks get to the end of the tick.
+        """
         self._error = ""
         engine = self.engine
-        self._resize(order)
+        self._resize(order)  # first: it decides which ranks get the new requests
         dropped = {run.request.id for run in engine.drop(order.dropped)}
         self.runs = [run for run in self.runs if run.request.id not in dropped]
         new: Requests = []
-        for rank in self._group:
+        for rank in self._group:  # ranks that are one engine have one set of requests
             new += order.new[rank]
         self.runs += engine.submit(new)
         engine.abort(order.aborted)
@@ -114,21 +125,25 @@ class Member:
 
     @property
     def _group(self) -> range:
-        """Return the ranks that run the same requests as this one. The first of them speaks for all."""
+        """Return the ranks that run the same requests as this one. The first of them sends their samples to rank 0."""
         size = self.engine.model.comm.size
         first = self.ranks.rank // size * size
         return range(first, first + size)
 
     def _resize(self, order: Tick) -> None:
-        """Change the tensor-parallel size before this tick's rounds, if that pays. A new rollout begins at 1."""
+        """Change the tensor-parallel size before this tick's rounds, if that pays. A new rollout begins at 1.
+
+        All ranks decide alike from `reports` and `order`, because `regroup` is collective.
+        """
         if self.sizes is None or self.groups is None:
             return
         now = self.engine.model.comm.size
         wanted = 1
         how: How = "kv"
+        # Every rank of an engine reports the same requests: [::now] is one report of each engine.
         open_requests = sum(report.open for report in self.reports[::now])
         if open_requests:
-            loads = self._loads(order)[::now]  # one of each engine
+            loads = self._loads(order)[::now]
             wanted, how = self.sizes.decide(loads, now, order.cap)
         if wanted == now:
             return
@@ -139,7 +154,7 @@ class Member:
         self.changes.append(record)
 
     def _loads(self, order: Tick) -> list[Load]:
-        """Return every rank's load, with the requests of this tick."""
+        """Return every rank's load at the end of the last tick, with the requests that begin in this one."""
         loads = []
         for report, new in zip(self.reports, order.new, strict=True):
             waiting = report.load.waiting + len(new)
@@ -149,12 +164,14 @@ class Member:
     def _step(self) -> None:
         try:
             self.engine.step()
-        except RuntimeError as error:  # torch's own, too: every error must reach rank 0
+        except RuntimeError as error:  # EngineError, and torch's own: all must reach rank 0, by `_report`
             self._error = f"rank {self.ranks.rank}: {error}".splitlines()[0]
 
     def _report(self) -> list[Sample]:
+        """End a tick: exchange reports, and bring the samples that have ended to rank 0. Returns as `tick`."""
         ended = [run.sample for run in self.runs if run.sample is not None]
         self.runs = [run for run in self.runs if run.sample is None]
+        # All ranks of a group have the same samples; rank 0 must get each once.
         done = ended if self.ranks.rank == self._group[0] else []
         report = Report(
             load=self.engine.load(str(self.ranks.rank)),
@@ -171,7 +188,7 @@ class Member:
                 self.ranks.flush()
             return []
         for rank, other in enumerate(self.reports):
-            if rank and other.done:
+            if rank and other.done:  # the others send nothing
                 done += self.ranks.receive(rank)
         return done
 
@@ -179,6 +196,8 @@ class Member:
         """Return the moves before this tick's rounds: the same on every rank."""
         if self.rebalancer is None or not self.reports:
             return []
+        # The loads are of the last tick: they still count the samples that this tick ends or drops. A move is from one
+        # rank to another; an engine of several ranks cannot take part.
         if order.aborted or order.dropped or len(self._group) > 1:
             return []
         for report in self.reports:
@@ -189,7 +208,7 @@ class Member:
     # ---- moves ------------------------------------------------------------------------------------------------------
 
     def _move(self, plan: Sequence[Move]) -> None:
-        """Carry out the moves of a plan, and run one round. A rank takes part in one move at most."""
+        """Carry out the moves of a plan, and run one round on every rank. A rank takes part in one move at most."""
         rank = str(self.ranks.rank)
         for move in plan:
             if rank == move.source:
@@ -201,29 +220,32 @@ class Member:
         self._step()
 
     def _leave(self, target: int, ids: Sequence[str]) -> None:
-        """As the source: send what the target grants. Samples that end in the round between the stages stay."""
+        """As the source: send what the target grants. Samples that end in the round between the stages stay.
+
+        The messages are, in this order: offer, grants (back), stage 1, stage 2. `_come` is the other side.
+        """
         ranks = self.ranks
         ranks.send(target, self.mover.offer(ids))
         grants: list[RowReservation] = ranks.receive(target)
         ranks.send(target, self.mover.begin(grants))
         self._step()  # stage 1 travels meanwhile
-        rest = self.mover.finish()
-        gone = {columns.id for columns in rest.samples}
+        stage2 = self.mover.finish()
+        gone = {columns.id for columns in stage2.samples}
         self.runs = [run for run in self.runs if run.request.id not in gone]
-        ranks.send(target, rest)
+        ranks.send(target, stage2)
         ranks.flush()
 
     def _come(self, move: Move) -> None:
-        """As the target: reserve room, and take what comes."""
+        """As the target: reserve room, and take what comes. The messages are those of `_leave`."""
         ranks = self.ranks
         source = int(move.source)
         ranks.send(source, self.mover.grant(ranks.receive(source)))
-        first = ranks.expect(source)
-        self._step()
+        stage1 = ranks.expect(source)
+        self._step()  # stage 1 arrives meanwhile
         began = time.perf_counter()
-        self.mover.take(first.wait())
-        rest = ranks.expect(source)
-        arrived = self.mover.land(rest.wait())
+        self.mover.take(stage1.wait())
+        stage2 = ranks.expect(source)
+        arrived = self.mover.land(stage2.wait())
         ranks.flush()
         self.runs += arrived
         record = MoveRecord(
@@ -232,7 +254,7 @@ class Member:
             ids=[run.request.id for run in arrived],
             how="kv",
             tokens=sum(len(run.tokens) for run in arrived),
-            bytes=first.bytes + rest.bytes,
+            bytes=stage1.bytes + stage2.bytes,
             ms=(time.perf_counter() - began) * 1e3,
         )
         self._moved.append(record)
@@ -240,13 +262,17 @@ class Member:
     # ---- everything else --------------------------------------------------------------------------------------------
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Call a method of every rank's engine. Returns the results of all ranks. Raises EngineError."""
+        """Call the method `name` of every rank's engine. Collective. Returns the results of all ranks, in their order.
+
+        Raises the first rank's EngineError on every rank.
+        """
         error = ""
         result = None
         try:
             result = getattr(self.engine, name)(*arguments)
         except EngineError as failed:
             error = f"rank {self.ranks.rank}: {failed}"
+        # Also after an error: the other ranks wait in this exchange.
         answers = self.ranks.share((error, result))
         for error, _ in answers:
             if error:

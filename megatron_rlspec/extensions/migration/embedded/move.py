@@ -2,14 +2,16 @@
 
     source                                   target
     offer  ── what would come ─────────────► grant: a row and slots are reserved, as far as there is room
-    begin  ── keys of verified columns ────► take            both run a round meanwhile; such columns never change
-    finish ── the columns of that round ───► land: the samples run here from now on
+           ◄── what the target has already ─ grant
+    begin  ── stage 1: verified columns ───► take            both run a round meanwhile; such columns never change
+    finish ── stage 2: that round's columns► land: the samples run here from now on
 
-Every step is a method of `TransferEndpoint`. Its caller carries the messages, and runs one round between the stages. A
-sample that is not granted stays. Both engines have one model and one version of its weights, because the ranks of a job
-move in lock-step.
+Every step is a method of `TransferEndpoint`. The caller (`Member._leave`, `Member._come`) carries the messages, and
+runs exactly one round between the stages. A sample that is not granted stays. Both engines have the same model and the
+same version of its weights, because the ranks of a job move in lock-step.
 
-Column c of the drafter's cache holds the pair (h of column c - 1, token of column c).
+A column is a position of a sample (`rollout/embedded/cache.py`). Column c of the drafter's cache holds the pair
+(hidden state of column c - 1, token of column c), so there is none for column 0.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from megatron_rlspec.rollout.embedded.requests import ActiveRequest
 from megatron_rlspec.types import Request, Sampling
 
 Range = tuple[int, int]  # columns [first, last)
-KINDS = ("drafter", "hidden", "target")  # of data in a message, as the fields of `Columns`
-# what a source would send: id, the prompt's tokens [P], and length
+KINDS = ("drafter", "hidden", "target")  # of data in a message; names of fields of `Columns`
+# what a source would send: id, the prompt's tokens [P] int64, and tokens of prompt and response together
 Offer = list[tuple[str, np.ndarray, int]]
 
 
 class RowReservation(NamedTuple):
-    """A sample that may come. The target has columns [0, target) of the target model, and [1, drafter) of the drafter.
+    """A sample that may come, and the columns that the source need not send.
 
-    Another sample of the same message may bring them.
+    The target engine has columns [0, target) of the target model, and [1, drafter) of the drafter: in a prefix that its
+    own samples use, or from an earlier sample of the same offer.
     """
 
     id: str
@@ -44,7 +47,12 @@ class RowReservation(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns that a message holds of one sample: the drafter's keys, hidden states, the target model's keys."""
+    """The columns that a message holds of one sample.
+
+    drafter  with keys and values of the drafter
+    hidden   with hidden states
+    target   with keys and values of the target model
+    """
 
     id: str
     drafter: Range
@@ -53,10 +61,11 @@ class Columns(NamedTuple):
 
 
 class KVMessage(NamedTuple):
-    """One message.
+    """One stage's message.
 
-    data      one tensor for each pool of the cache, on the CPU: the columns of all samples, one after another
-    requests  the samples themselves, each with its sampling; stage 2 has them
+    data      one tensor for each pool of the cache, in the order of `TransferEndpoint._pools`, on the CPU: the columns
+              of all samples, one after another
+    requests  stage 2: the samples to continue, each with its sampling, in the order of `samples`; stage 1: none
     """
 
     samples: list[Columns]
@@ -67,8 +76,8 @@ class KVMessage(NamedTuple):
 class TransferEndpoint:
     """One engine's side of moves, as source and as target. Engine and endpoint are called by one thread at a time.
 
-    departing  by id, the samples whose stage 1 was sent, and its columns
-    reserved   by id, the rows of the cache for samples that were granted
+    departing  by id, samples whose stage 1 was sent, with the columns in it
+    reserved   by id, the rows of the cache that `grant` took; `land` gives those of the samples that stayed back
     """
 
     def __init__(self, engine: MigratableEmbeddedEngine) -> None:
@@ -98,12 +107,13 @@ class TransferEndpoint:
             length, drafted, prefix = self._extent(run)
             hidden = (0, 0)
             if self.drafts and grant.target < prefix:
+                # Later samples of this prompt on the target begin to draft at column `prefix`, which reads this one.
                 hidden = (prefix - 1, prefix)
             columns = Columns(
                 id=grant.id,
                 drafter=(min(grant.drafter, drafted), drafted),
                 hidden=hidden,
-                target=(grant.target, length - 1),
+                target=(grant.target, length - 1),  # the last token is pending: the target has not run on it
             )
             self.departing[grant.id] = (run, columns)
         return self._message(list(self.departing.values()))
@@ -113,15 +123,18 @@ class TransferEndpoint:
 
         Samples that ended since, or went back into the queue, are missing.
         """
+        # The messages are made before `remove` frees the slots.
         leaving: list[tuple[ActiveRequest, Columns]] = []
         requests = []
         for id, (run, sent) in self.departing.items():
             if run.row < 0:
                 continue
             length, drafted, _ = self._extent(run)
+            # The drafter's next run on the target engine begins at column `drafted`, which reads column drafted - 1.
             hidden = (drafted - 1, length - 1) if self.drafts else (0, 0)
             rest = Columns(id, (sent.drafter[1], drafted), hidden, (sent.target[1], length - 1))
             leaving.append((run, rest))
+            # `continued` takes it along. While a sample runs, only the row's counter is up to date.
             run.draws = int(self.engine.rounds.draws[run.row])
             requests.append((run.continued(), run.sampling))
         message = self._message(leaving, requests)
@@ -135,12 +148,12 @@ class TransferEndpoint:
     def grant(self, offer: Offer) -> list[RowReservation]:
         """Reserve a row and slots for each offered sample that there is room for."""
         cache = self.cache
-        coming: set[bytes] = set()  # prompts that samples of this offer bring
+        coming: set[bytes] = set()  # keys of the prefixes that samples of this offer bring
         grants = []
         for id, prompt, length in offer:
-            response = np.zeros(length - len(prompt), np.int64)  # not known yet
+            response = np.zeros(length - len(prompt), np.int64)  # `land` writes the tokens
             tokens = np.concatenate([prompt, response])
-            # with room for the round between the stages
+            # The round between the stages adds at most 1 + MOST_DRAFTS tokens.
             row = cache.open(tokens, len(prompt), length + 1 + MOST_DRAFTS)
             if row is None:
                 continue
@@ -149,23 +162,24 @@ class TransferEndpoint:
             size = len(prefix.tokens)
             comes = prefix.key in coming
             coming.add(prefix.key)
+            # A prefix of which this engine has a part only is sent whole.
             target = size if comes or prefix.computed == size else 0
             drafter = max(size, 1) if comes or prefix.drafted >= size else 1
             grants.append(RowReservation(id, target, drafter))
         return grants
 
     def take(self, message: KVMessage) -> None:
-        """Write stage 1."""
+        """Write stage 1 into the reserved rows. Their samples do not run yet, but their prefixes can be used."""
         self._write(message)
         for columns in message.samples:
             prefix = self.cache.prefix[self.reserved[columns.id]]
             size = len(prefix.tokens)
-            if columns.target[0] < size:
+            if columns.target[0] < size:  # then the message holds the whole prefix
                 prefix.computed = size
             prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
 
     def land(self, message: KVMessage) -> list[ActiveRequest]:
-        """Write stage 2, and give up the rows of samples that stayed. Returns those that run here from now on."""
+        """Write stage 2, and free the rows of samples that stayed. Returns the samples that run here from now on."""
         cache = self.cache
         self._write(message)
         runs = self.engine.scheduler.made(message.requests)
@@ -177,6 +191,7 @@ class TransferEndpoint:
             cache.computed[row] = len(tokens) - 1
             prefix = cache.prefix[row]
             size = len(prefix.tokens)
+            # A row's own columns begin behind its prefix, whose state is `prefix.drafted`; column 0 has no pair.
             cache.drafted[row] = max(columns.drafter[1], size, 1)
             prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
             self.engine.scheduler.seat(run, row)
@@ -193,13 +208,13 @@ class TransferEndpoint:
         prefix = self.cache.prefix[run.row]
         size = len(prefix.tokens)
         drafted = prefix.drafted
-        if drafted >= size:
+        if drafted >= size:  # `cache.drafted` counts from the prefix on, and says nothing of the prefix itself
             drafted = int(self.cache.drafted[run.row])
         return int(self.cache.length[run.row]), drafted, size
 
     def _pools(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every pool with the kind of its data."""
-        layers = self.cache.model.arch.layers
+        """Yield every pool with the kind of its data. Source and target rely on this one order."""
+        layers = self.cache.model.arch.layers  # the target's; the drafter's layers follow
         for pool in self.cache.kv[layers:]:
             yield "drafter", pool
         yield "hidden", self.cache.hidden
@@ -207,7 +222,7 @@ class TransferEndpoint:
             yield "target", pool
 
     def _slots(self, rows: Sequence[int], samples: Sequence[Columns]) -> dict[str, Tensor]:
-        """Return the slots of all columns of these samples, by kind, [n] int64. `rows`: where the samples are."""
+        """Return the slots of all columns of these samples, [n] int64 by kind. `rows`: in this cache, one a sample."""
         slots = {}
         for kind in KINDS:
             pieces = [np.zeros(0, np.int64)]
@@ -222,12 +237,14 @@ class TransferEndpoint:
         parts: Sequence[tuple[ActiveRequest, Columns]],
         requests: Sequence[tuple[Request, Sampling]] = (),
     ) -> KVMessage:
+        """Copy these columns of the samples to the CPU."""
         samples = [columns for _, columns in parts]
         slots = self._slots([run.row for run, _ in parts], samples)
         data = [pool[slots[kind].to(pool.device)].cpu() for kind, pool in self._pools()]
         return KVMessage(samples, data, requests)
 
     def _write(self, message: KVMessage) -> None:
+        """Copy a message's columns into the slots of the reserved rows."""
         rows = [self.reserved[columns.id] for columns in message.samples]
         slots = self._slots(rows, message.samples)
         for (kind, pool), data in zip(self._pools(), message.data, strict=True):

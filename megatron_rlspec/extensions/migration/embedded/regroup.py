@@ -1,7 +1,10 @@
-"""A change of the tensor-parallel size while a fleet draws: its ranks join into fewer engines, or part again.
+"""A change of the tensor-parallel size while a fleet generates: its ranks join into fewer engines, or part again.
 
-The samples of all engines of a block travel with their caches, in one order on all ranks (PAT, section 4.3). Every rank
-of a group draws the same requests; the first one speaks for it. Position-keyed texts do not depend on the size.
+All ranks of a group run one engine together and have the same requests, so only the first rank of a group describes
+them. The requests of all engines of a wide group are dealt anew, in one order on all ranks, and their KV caches follow
+(PAT, section 4.3). Position-keyed texts do not depend on the size.
+
+`retile.py` moves weights and caches; `MigratableEmbeddedEngine.replace_requests` takes the requests.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from megatron_rlspec.types import Request, Sampling
 
 
 class MovingRequest(NamedTuple):
-    """A request of an engine, with what it has so far. row: its place in the cache; None: it has none."""
+    """A request to continue.
+
+    row  its row of the old cache; None: it waits, and has no row
+    """
 
     request: Request
     sampling: Sampling
@@ -30,7 +36,10 @@ class MovingRequest(NamedTuple):
 
 
 class EngineRequests(NamedTuple):
-    """What the first rank of a group tells the others. rule: of its speculation; None under a fixed configuration."""
+    """What the first rank of a group tells all ranks; the other ranks of the group send no requests.
+
+    rule  of the engine's speculation, as JSON; None under a fixed configuration
+    """
 
     moving: list[MovingRequest]
     rule: dict[str, Any] | None
@@ -43,56 +52,63 @@ def regroup(
     size: int,
     how: How,
 ) -> list[ActiveRequest]:
-    """Change to engines of `size` ranks each. All ranks of the job call it, between rounds.
+    """Change to engines of `size` ranks each. Collective over the job, between rounds.
 
     how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
 
-    Returns the requests that this rank's engine draws from now on.
+    Returns the requests that this rank's engine runs from now on.
     """
     old = engine.model.comm.size
     switch = retile.Switch(groups, old, size)
     requests_here = _requests_of(engine, switch, speaks=switch.before.rank == 0)
-    told: list[EngineRequests] = ranks.share(requests_here)
+    of_ranks: list[EngineRequests] = ranks.share(requests_here)
+    # Groups are blocks of neighbouring ranks: these are the ranks of this wide group.
     first = ranks.rank // switch.wide.size * switch.wide.size
-    block = told[first : first + switch.wide.size]
+    of_wide_group = of_ranks[first : first + switch.wide.size]
     moving: list[MovingRequest] = []
-    for part in block:
-        moving += part.moving
+    for requests_of_rank in of_wide_group:
+        moving += requests_of_rank.moving
+    # By id: `retile_cache` needs one order on all ranks.
     moving.sort(key=lambda each: each.request.id)
     target = _targets(moving, switch.wide.size // size)
     rows = []
-    here = []
+    new_requests = []
     for each in moving:
         id = each.request.id
         if each.row is not None and how == "kv":
             rows.append(each.row._replace(target=target[id]))
         if target[id] == switch.new_group:
-            here.append((each.request, each.sampling))
+            new_requests.append((each.request, each.sampling))
     rows_here = {run.request.id: run.row for run in engine.running}
-    seated = retile.retile(engine.model, engine.cache, rows, rows_here, switch)
-    # One rule on all ranks of a group, which must choose the same.
-    rule = block[switch.new_group * size].rule if size > 1 else None
-    return engine.replace_requests(here, seated, SpecRule.from_json(rule) if rule else None)
+    new_rows = retile.retile(engine.model, engine.cache, rows, rows_here, switch)
+    # All ranks of a group must choose the same drafts, so they take the rule of the group's first rank. Engines of one
+    # rank keep their own.
+    rule = of_wide_group[switch.new_group * size].rule if size > 1 else None
+    return engine.replace_requests(
+        new_requests, new_rows, SpecRule.from_json(rule) if rule else None
+    )
 
 
 def _requests_of(
     engine: MigratableEmbeddedEngine, switch: retile.Switch, speaks: bool
 ) -> EngineRequests:
+    """Describe this rank's engine; without `speaks` leave its requests out."""
     moving = []
     for run in (*engine.running, *engine.waiting) if speaks else ():
         row = None
         if run.row >= 0:
+            # `continued` takes it along. While a sample runs, only the row's counter is up to date.
             run.draws = int(engine.rounds.draws[run.row])
             row = retile.CacheRow.of(engine.cache, run.row, run.request.id, switch.old_group)
         moving.append(MovingRequest(run.continued(), run.sampling, row))
-    # Also while speculation is held off, so that all ranks agree after its release.
+    # `chosen`, and not `present`: a rule that is held off must be equal on all ranks when it is released.
     chosen = engine.choice.chosen
     rule = chosen.to_json() if isinstance(chosen, SpecRule) else None
     return EngineRequests(moving, rule)
 
 
 def _targets(moving: Sequence[MovingRequest], engines: int) -> dict[str, int]:
-    """Deal requests to the engines of a block."""
+    """Deal requests to the `engines` new engines of a wide group. Returns by id the engine's index in that group."""
     targets = {}
     groups = deal([running_sample(each.request) for each in moving], engines)
     for engine, group in enumerate(groups):

@@ -1,7 +1,10 @@
-"""Change the tensor-parallel size between two rounds: weights and KV caches change hands, nothing is loaded anew.
+"""Change the tensor-parallel size of embedded engines between two rounds: weights and KV caches move between ranks.
 
-Source: PAT, section 4.3. Every tensor is gathered on the ranks that need it, layer by layer, and each rank keeps its
-slice. The canonical map is PAT's, too: at size t, rank r holds shard r mod t, in the order of heads.
+Source: PAT, section 4.3. No file is read. Every tensor is gathered layer by layer on the ranks that need it, and each
+rank keeps its slice. The shards lie as in PAT: at size t, rank r holds shard r mod t, in the order of heads.
+
+`regroup.py` calls `retile` on all ranks. Every rank makes the same collective calls in the same order, also for rows
+that it does not hold: all ranks must be given equal `rows`. `rollout/embedded/cache.py` defines the cache.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from megatron_rlspec.rollout.embedded.parallel import TensorParallel
 class Switch:
     """A change of the tensor-parallel size from `old` to `new`, seen from one rank.
 
-    `wide` is the group of the larger size: all that moves, moves inside it. Ranks are counted in it. It holds
-    `wide.size / old` groups before the change and `wide.size / new` after it.
+    before  this rank's group of `old` ranks
+    after   its group of `new` ranks
+    wide    its group of the larger size. Nothing moves between wide groups. One holds `wide.size / old` groups
+            before the change and `wide.size / new` after it
 
     One of the sizes divides the other, and both divide the job.
     """
@@ -51,50 +56,56 @@ def retile(
     model: Decoder,
     cache: Cache,
     rows: Sequence[CacheRow],
-    mine: Mapping[str, int],
+    rows_here: Mapping[str, int],
     switch: Switch,
 ) -> dict[str, int]:
-    """Change weights and cache to the new size: `retile_weights` and `retile_cache`. Returns what the latter does.
+    """Change weights and cache to the new size. Collective. Arguments and result are those of `retile_cache`.
 
-    A larger size needs less memory for weights, and more for hidden states, of which every rank has all. What shrinks
-    goes first.
+    At a larger size a rank has less of the weights, but more hidden states: it has more slots, and hidden states are
+    not split. To keep the peak of memory low, what shrinks is changed first.
     """
     if switch.new > switch.old:
         retile_weights(model, switch)
-        return retile_cache(cache, rows, mine, switch)
-    seated = retile_cache(cache, rows, mine, switch)
+        return retile_cache(cache, rows, rows_here, switch)
+    new_rows = retile_cache(cache, rows, rows_here, switch)
     retile_weights(model, switch)
-    return seated
+    return new_rows
 
 
 def retile_weights(model: Decoder, switch: Switch) -> None:
-    """Give every rank its part of the weights at the new size, one parameter after the other.
+    """Give every rank its part of the weights at the new size, one parameter after the other. Collective.
 
-    Every reference to a parameter stays valid.
+    All ranks gather in the order of `model.parameters`.
     """
     comm = switch.after
     for index, parameter in enumerate(model.parameters):
-        if parameter.split is None:
+        if parameter.split is None:  # every rank has the whole of it
             continue
         part = _part_of(parameter, switch)
+        # torch does not count a change through `.data`, so the packed copy must be dropped by hand.
         model.packed.forget(parameter.fused)
+        # In place: the layers of the model refer to this tensor.
         parameter.fused.data = part.fused
         model.parameters[index] = part._replace(fused=parameter.fused)
+        # `model.tensors` still has views of the old memory, and pushes write to those.
         model.name_blocks(model.parameters[index])
     model.comm = comm
     model.heads = model.arch.heads // comm.size
     model.kv_heads = model.arch.kv_heads // comm.size
     if model.arch.tied:
+        # The head is a view of the embedding, which every rank has whole, and no parameter of its own.
         model.packed.forget(model.head)
         model.head = model.embedding.chunk(comm.size)[comm.rank]
     if model.draft_ids is not None and not model.arch.eagle3:
+        # The draft head has rows of the new head now. Ids of -1 are padding.
         model.set_draft_vocabulary(model.draft_ids[model.draft_ids >= 0])
 
 
 @torch.no_grad()
 def _part_of(parameter: Parameter, switch: Switch) -> Parameter:
-    """Return this rank's part of a split parameter at the new size."""
+    """Return this rank's part of a split parameter at the new size. Collective in `switch.before`."""
     assert parameter.split is not None
+    # Block by block: a fused parameter has a shard of each of its blocks, such as q, k and v.
     blocks = {}
     for name, shard in parameter.blocks().items():
         whole = switch.before.concat(shard, parameter.split)
@@ -104,11 +115,11 @@ def _part_of(parameter: Parameter, switch: Switch) -> Parameter:
 
 
 class CacheRow(NamedTuple):
-    """A row of a cache that moves to another group of ranks. Every rank of the wide group knows it.
+    """A row of a cache that moves to another group of ranks. Every rank of the wide group has this description.
 
-    source, target   groups before and after the change, counted within the wide group
-    computed         columns [0, computed) hold the target's keys
-    drafted          columns [1, drafted) hold the drafter's keys
+    source, target   its group of ranks before and after the change, counted within the wide group
+    computed         columns [0, computed) hold the keys of the target model
+    drafted          columns [1, drafted) hold the keys of the drafter
     prefix_computed, prefix_drafted   the same for the prompt's columns, which other rows may share
     """
 
@@ -124,14 +135,15 @@ class CacheRow(NamedTuple):
 
     @classmethod
     def of(cls, cache: Cache, row: int, id: str, source: int) -> CacheRow:
-        """Describe a row of this rank's cache. Its target is not known yet."""
+        """Describe a row of this rank's cache. `source` is this rank's old group; `_replace` sets the target later."""
         prefix = cache.prefix[row]
         computed = int(cache.computed[row])
         return cls(
             id,
             tokens=cache.tokens[row, : cache.length[row]].copy(),
-            prompt_len=len(prefix.tokens) + 1,
+            prompt_len=len(prefix.tokens) + 1,  # the prefix is the prompt without its last token
             computed=computed,
+            # `drafted` is 1 in a new row; without a computed column there is nothing to send.
             drafted=min(int(cache.drafted[row]), computed),
             prefix_computed=prefix.computed,
             prefix_drafted=prefix.drafted,
@@ -141,51 +153,58 @@ class CacheRow(NamedTuple):
 
 
 def retile_cache(
-    cache: Cache, rows: Sequence[CacheRow], mine: Mapping[str, int], switch: Switch
+    cache: Cache, rows: Sequence[CacheRow], rows_here: Mapping[str, int], switch: Switch
 ) -> dict[str, int]:
-    """Move the contents of the cache to the groups of the new size. All ranks call it.
+    """Move the contents of the cache to the groups of the new size. Collective.
 
-    rows   the moving rows of all groups, in one order on all ranks
-    mine   this rank's row of each id that its old group holds; its other rows are dropped
-    Returns the row of each id that this rank's group holds now. An id that the group has no room for is missing; its
-    caller computes it anew. The cache keeps its size in bytes: it has new / old times the slots.
+    rows       the moving rows of all groups of the wide group, in one order on all its ranks
+    rows_here  the row in this rank's cache of each id; a row whose id is not in `rows` is dropped
+
+    Returns the row of each id that this rank's group has now. An id that the group has no room for is missing; its
+    caller computes it anew. The cache keeps its bytes of keys and values: it has new / old times the slots.
     """
+    # `reset` forgets which slots the rows had. The pools, `cache.kv` and `cache.hidden`, keep their contents.
     old_slots = {}
     for row in rows:
         if row.source == switch.old_group:
-            old_slots[row.id] = cache.slots[mine[row.id], : row.computed].copy()
+            old_slots[row.id] = cache.slots[rows_here[row.id], : row.computed].copy()
     cache.reset(cache.total * switch.new // switch.old)
-    seated = {}
+    # In the order of `rows`: all ranks of a new group must give a sample the same row and slots.
+    new_rows = {}
     for row in rows:
         if row.target == switch.new_group:
-            seat = _seat(cache, row)
-            if seat is not None:
-                seated[row.id] = seat
-    moving = _moving(cache, rows, old_slots, seated, switch)
+            new_row = _open_row(cache, row)
+            if new_row is not None:
+                new_rows[row.id] = new_row
+    moving = _moving(cache, rows, old_slots, new_rows, switch)
     drafted = [columns[:, columns[0] < columns[1]] for columns in moving]
+    # The drafter's pair of column c reads the hidden state of column c - 1. Other hidden states are not read again.
     undrafted = [columns[:, columns[0] >= columns[1] - 1] for columns in moving]
     own = switch.old_group
     for layer, pool in enumerate(cache.kv):
+        # The drafter's layers come last in `cache.kv`.
         columns = drafted if layer >= cache.model.arch.layers else moving
-        held = pool[columns[own][2]].unflatten(1, (2, -1))
-        # release the old pool before the new one is made
-        cache.kv[layer] = pool = held.new_empty(0)
-        held = switch.before.concat(held, 2)  # all heads
-        share = held.shape[2] // switch.new
+        # [slots, 2 * heads, D] -> [n, 2, heads, D]: keys and values are split by heads, each on its own
+        data = pool[columns[own][2]].unflatten(1, (2, -1))
+        # Release the old pool before the new one is made; `pool` refers to it, too.
+        cache.kv[layer] = pool = data.new_empty(0)
+        data = switch.before.concat(data, 2)  # all heads
+        share = data.shape[2] // switch.new
         first = share * switch.after.rank
         heads = slice(first, first + share)
-        cache.kv[layer] = _spread(held, heads, cache.total, columns, switch).flatten(1, 2)
-    held = cache.hidden[undrafted[own][2]][:, None, None]
-    cache.hidden = held.new_empty(0)
-    every = slice(None)  # all ranks of a group hold all
-    cache.hidden = _spread(held, every, cache.total, undrafted, switch)[:, 0, 0]
-    return seated
+        cache.kv[layer] = _spread(data, heads, cache.total, columns, switch).flatten(1, 2)
+    data = cache.hidden[undrafted[own][2]][:, None, None]
+    cache.hidden = data.new_empty(0)
+    every = slice(None)  # hidden states are not split: every rank of a group has all
+    cache.hidden = _spread(data, every, cache.total, undrafted, switch)[:, 0, 0]
+    return new_rows
 
 
-def _seat(cache: Cache, row: CacheRow) -> int | None:
-    """Take a row, and slots for all its tokens; None without room."""
+def _open_row(cache: Cache, row: CacheRow) -> int | None:
+    """Take a row of the new cache, and slots for all its tokens; None without room."""
     new = cache.open(row.tokens, row.prompt_len, len(row.tokens))
     if new is not None:
+        # `Cache.open` has set both as for a row of which only the prefix is computed.
         cache.computed[new] = row.computed
         cache.drafted[new] = max(row.drafted, 1)
     return new
@@ -195,29 +214,32 @@ def _moving(
     cache: Cache,
     rows: Sequence[CacheRow],
     old_slots: Mapping[str, np.ndarray],
-    seated: Mapping[str, int],
+    new_rows: Mapping[str, int],
     switch: Switch,
 ) -> list[np.ndarray]:
-    """Return what moves from each old group, `[4, n]`: column, end of the drafter's keys, slot before, slot after.
+    """Return the columns that each old group sends, an int64 `[4, n]` for each group of the wide group.
 
-    That is every row's own columns, and each prefix once a target, from the first row that has it. A slot that this
-    rank does not have is -1.
+    The four rows: column, end of the drafter's keys in its row or prefix, slot before, slot after. A slot that is not
+    in this rank's cache is -1. n and the order are the same on all ranks of the wide group.
+
+    A group sends every row's own columns, and each prefix once a target group, from the first row that has it. Also
+    sets the state of the prefixes that this rank's new group has.
     """
     elsewhere = np.full(cache.columns, -1)
     groups = switch.wide.size // switch.old
     moving = [[np.zeros((4, 0), np.int64)] for _ in range(groups)]
-    carried = set()
+    sent_prefixes = set()
     for row in rows:
         old = old_slots.get(row.id, elsewhere)
-        new = seated.get(row.id)
+        new = new_rows.get(row.id)
         prompt = row.prompt_len - 1
         slots = elsewhere if new is None else cache.slots[new]
         moving[row.source].append(_columns(prompt, row.computed, row.drafted, old, slots))
-        shared = row.tokens[:prompt].tobytes()
+        shared = row.tokens[:prompt].tobytes()  # int64, as the keys of `Cache.prefixes`
         key = (row.target, shared)
-        if key in carried:
+        if key in sent_prefixes:
             continue
-        carried.add(key)
+        sent_prefixes.add(key)
         prefix = None if new is None else cache.prefix[new]
         if prefix is None and row.target == switch.new_group:
             prefix = cache.prefixes.get(shared)  # of a later row, if this one has no room
@@ -231,29 +253,34 @@ def _moving(
 
 
 def _columns(first: int, last: int, drafted: int, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return columns [first, last) as `_moving` does, `[4, last - first]`. `old`, `new`: slots by column."""
     columns = np.arange(first, last)
     ends = np.full_like(columns, drafted)
     return np.stack([columns, ends, old[first:last], new[first:last]])
 
 
 def _spread(
-    held: Tensor, heads: slice, slots: int, moving: Sequence[np.ndarray], switch: Switch
+    data: Tensor, heads: slice, slots: int, moving: Sequence[np.ndarray], switch: Switch
 ) -> Tensor:
-    """Return a pool of `slots` slots with what moved here: each old group's columns go to all ranks, one after another.
+    """Return a pool of `slots` slots with what moved to this rank. Collective in the wide group.
 
-    held   the columns of this rank's old group, [columns, parts, all heads, width]
-    heads  those that this rank keeps
+    Each old group's columns are broadcast to all ranks of the wide group, one group after another.
+
+    data    the columns of this rank's old group, [columns, parts, all heads, width]
+    heads   those that this rank keeps
+    moving  as from `_moving`, by old group
     """
     assert isinstance(switch.wide, TensorParallel)
-    kept = held[:, :, heads]
-    pool = held.new_zeros(slots, *kept.shape[1:])
+    of_this_rank = data[:, :, heads]
+    pool = data.new_zeros(slots, *of_this_rank.shape[1:])
     for source, columns in enumerate(moving):
         new = columns[3]
-        if not len(new):
+        if not len(new):  # on all ranks alike, so none waits in this broadcast
             continue
-        part = held
+        part = data
         if source != switch.old_group:
-            part = held.new_empty(len(new), *held.shape[1:])
+            part = data.new_empty(len(new), *data.shape[1:])
+        # From the old group's first rank: every rank of that group has gathered all heads.
         dist.broadcast(part, group=switch.wide.group, group_src=source * switch.old)
         here = new >= 0
         pool[new[here]] = part[here][:, :, heads]
