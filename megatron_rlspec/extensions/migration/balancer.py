@@ -22,11 +22,12 @@ PERIOD = 0.2  # seconds between two looks at the engines
 
 
 class Balancer:
-    """A thread that looks at the engines while a `generate` runs, and moves samples where the plan says so.
+    """A context manager around a `generate`: its thread looks at the engines, and moves samples as the planner decides.
 
-    owner    of the requests
+    owner    the running `generate`, which has the requests
     engines  by name
-    planner  decides
+    planner  decides which samples move; `wiring.py` teaches it between rollouts
+    moves    records of the moves so far, as `moves.jsonl` has them; complete after the exit
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Balancer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End after the move that runs."""
+        """Wait until a move that has begun is done: its samples are on no engine meanwhile."""
         self._ended.set()
         self._thread.join()
 
@@ -53,7 +54,7 @@ class Balancer:
         try:
             self._balance()
         except BaseException as error:
-            # Samples that have left their engine would never come back, and `generate` would wait for them.
+            # Without this, `generate` would wait for ever for samples that have left their engine.
             self._owner.fail(error)
 
     def _balance(self) -> None:
@@ -64,9 +65,12 @@ class Balancer:
                     self._move(move)
 
     def _loads(self) -> list[Load]:
-        """Ask every engine. One that does not answer is left out; its `generate` tells the pool why."""
+        """Ask every engine for its load. One that does not answer is left out, for the rest of this `generate`.
+
+        The pool learns of the failure by that engine's own `generate` call.
+        """
         loads = []
-        for name, engine in list(self._engines.items()):
+        for name, engine in list(self._engines.items()):  # a copy: the loop deletes
             try:
                 load = engine.progress()
             except EngineError as error:
@@ -77,11 +81,12 @@ class Balancer:
             running = []
             for sample in load.running:
                 request = requests.pop(sample.id, None)
-                if request is not None:
-                    # An engine that continues a sample takes all that came before for its prompt.
+                if request is not None:  # else it has ended meanwhile, or another `generate` has it
+                    # SGLang continues a sample as a request whose prompt is prompt and response so far. The planner
+                    # wants the length of the real prompt.
                     running.append(replace(sample, prompt=len(request.prompt.tokens)))
             for request in requests.values():
-                # It was moved to the engine, which does not decode it yet.
+                # A sample that was moved here and is not decoded yet. Without it the next plan would send more.
                 if request.partial is not None:
                     running.append(running_sample(request))
             loads.append(replace(load, engine=name, running=tuple(running)))
@@ -93,7 +98,7 @@ class Balancer:
         began = time.perf_counter()
         requests = cut_off(self._owner, move.source, self._engines[move.source], move.ids)
         self._owner.resume(requests, move.target)
-        if not requests:
+        if not requests:  # all of them ended before they could leave
             return
         record = MoveRecord(
             source=move.source,
@@ -103,4 +108,5 @@ class Balancer:
             tokens=sum(running_sample(request).context for request in requests),
             ms=1e3 * (time.perf_counter() - began),
         )
+        # `began`: seconds since this Balancer was made, at the start of the `generate`
         self.moves.append(asdict(record) | {"began": began - self._began})

@@ -1,4 +1,8 @@
-"""Build the migration of a run: planners, and a fleet of embedded engines."""
+"""Build the migration of a run from its configuration: planners, and a fleet of embedded engines.
+
+`commands/training.py` calls `migration`; `engines` is the table of `extensions/kinds.py`. With SGLang's engines rank 0
+alone plans and moves (`balancer.py`). With embedded engines every rank has a `Member`, which plans by itself.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig
 
-BYTE_MS = 1e-6  # a rank is taken to send 1 GB/s
+BYTE_MS = 1e-6  # ms to send one byte: a rank is assumed to send 1 GB/s
 
 
 def engines() -> dict[str, Kind]:
@@ -47,7 +51,10 @@ def engines() -> dict[str, Kind]:
 
 
 class FleetEngines(EmbeddedEngines):
-    """The embedded engines of all ranks of a run, as one. See `rollout.start.StartingEngines`."""
+    """The embedded engines of all ranks of a run, as one engine of rank 0. See `rollout.start.StartingEngines`.
+
+    With one rank it is the core's engine, which never moves samples.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -65,7 +72,7 @@ class FleetEngines(EmbeddedEngines):
 
 
 def migration(config: Config, hf_config: Mapping[str, Any]) -> RunMigration:
-    """Build what moves samples in a run."""
+    """Build what moves samples in a run, on rank 0."""
     return RunMigration(rebalancer(config, hf_config))
 
 
@@ -78,21 +85,26 @@ def rebalancer(config: Config, hf_config: Mapping[str, Any]) -> Rebalancer | Non
 
 
 def _candidates(config: Config) -> list[SpecConfig]:
-    """Return the configurations that the run's engines choose from."""
+    """Return the speculative configurations that the run's engines choose from; one if they do not choose."""
     if config.spec.mode == "adaptive":
         return [SpecConfig.of(k) for k in config.spec.candidate_steps]
     return [config.spec.config()]
 
 
 def member(config: Config) -> Member:
-    """Return this rank's part of the fleet of embedded engines. All ranks call it."""
+    """Return this rank's part of the fleet of embedded engines. Collective.
+
+    Raises RoundCostError and ConfigError, as `_sizes`.
+    """
     hf_config = files.read_json(Path(config.model.path) / "config.json")
+    # A gloo group of the fleet alone: its threads' messages must not meet those of the main threads.
     ranks = Ranks()
     engine = embedded(config, MigratableEmbeddedEngine)
     sizes = None
     groups = Groups()
+    # Making a group is a call of all ranks. Later ones would run in the fleet's threads, beside the main threads'.
     for tp in config.tail.tp[1:]:
-        groups.of(tp)  # here, where all ranks come together
+        groups.of(tp)
     planner = rebalancer(config, hf_config)
     if config.tail.tp != (1,):
         sizes = _sizes(config, hf_config, engine, ranks.size)
@@ -102,7 +114,10 @@ def member(config: Config) -> Member:
 def _sizes(
     config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int
 ) -> TPPlanner:
-    """Build the planner of the fleet's tensor-parallel size. Raises RoundCostError and ConfigError."""
+    """Build the planner of the fleet's tensor-parallel size, for a job of so many ranks.
+
+    Raises RoundCostError for missing or wrong durations, and ConfigError for a size that does not divide the model.
+    """
     for tp in config.tail.tp:
         try:
             engine.arch.check_size(tp)
@@ -111,6 +126,7 @@ def _sizes(
     weights = sum(shard.view.nbytes for shard in engine.model.tensors.values())
     candidates = _candidates(config)
     depth = max(candidate.num_steps for candidate in candidates)
+    # Those before any observation. They stay: nothing teaches this planner.
     rates = Acceptance(max(1, depth)).rates
     measured = round_costs.read(config.tail.cost_table, config.tail.tp)
     return TPPlanner(
@@ -118,6 +134,6 @@ def _sizes(
         candidates,
         rates,
         ranks,
-        change_ms=weights * BYTE_MS,
+        change_ms=weights * BYTE_MS,  # as if a change sent all weights once
         token_ms=token_bytes(config, hf_config) * BYTE_MS,
     )

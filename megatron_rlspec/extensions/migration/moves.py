@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 def cut_off(
     owner: Dispatch, name: str, engine: RolloutEngine, ids: Collection[str]
 ) -> list[Request]:
-    """Have samples leave an engine. Returns those that did, as requests to continue.
+    """Have the samples `ids` leave an engine, called `name`. Returns those that did, as requests to continue.
 
-    It waits until the engine has returned every one. Samples that end meanwhile are not among them, nor are those of an
-    engine that is lost: its `generate` fails, and the pool continues them.
+    It waits until the engine has returned every sample. Samples that end meanwhile are not in the result, nor are those
+    of an engine that is lost: its `generate` fails, and the pool continues them.
     """
+    # Filled by the engine's thread, which calls the function given to `claim`. None: the sample will not come.
     returned: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
     left = set(owner.claim(name, ids, lambda id, request: returned.put((id, request))))
     requests = []

@@ -18,7 +18,8 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 class RunMigration:
     """A `run.extension.Migration`.
 
-    planner  decides on moves between SGLang engines; None: none moves. Ranks with embedded engines plan themselves
+    planner  decides on moves between SGLang engines; None: no sample moves. Of embedded engines each rank has a planner
+             of its own (`builders.member`)
     """
 
     def __init__(self, planner: Rebalancer | None) -> None:
@@ -39,7 +40,7 @@ class RunMigration:
         """Move samples between engines during one `generate`, and record the moves and changes of the size."""
         engines = dict(self._pool.engines)
         for engine in engines.values():
-            if isinstance(engine, Fleet):  # its ranks plan and move
+            if isinstance(engine, Fleet):  # the run's only engine; its ranks plan and move
                 yield
                 self._write(engine.record())
                 return
@@ -50,5 +51,6 @@ class RunMigration:
         self._write({"moves": balancer.moves, "sizes": []})
 
     def _write(self, record: dict[str, Any]) -> None:
+        """Record one `generate`, unless nothing moved. `record` has the fields of a line of `moves.jsonl`."""
         if record["moves"] or record["sizes"]:
             self._record(record)

@@ -229,7 +229,7 @@ class Fleet:
     def _ordering(self, tick: bool = False) -> Iterator[None]:
         """Keep other threads from the ranks during one order. A `tick` first waits until no update is open.
 
-        After an error in the middle of an order the ranks are told nothing more: nobody knows which message they expect.
+        After an error in the middle of an order the ranks are told nothing more: which message they expect is unknown.
         """
         with self._lock:
             if tick:
@@ -331,7 +331,7 @@ class Fleet:
         return not self._closed and not self._lost
 
     def close(self) -> None:
-        self.abort()  # the next tick then ends all samples, and with them every `generate`
+        self.abort()  # if a tick comes before the lines below, it ends all samples
         with self._lock:
             if not self._closed and not self._mid_order:
                 with suppress(RuntimeError):  # fails if a rank has died

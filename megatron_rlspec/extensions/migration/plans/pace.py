@@ -10,12 +10,15 @@ import numpy as np
 from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.types import SpecConfig
 
-MOST_BATCH = 512  # beyond it `turning_point` does not look
-NEGLIGIBLE = 0.1  # of the first sample's throughput: what one more sample adds at the turning point
+MOST_BATCH = 512  # the largest answer of `turning_point`
+NEGLIGIBLE = 0.1  # share of the first sample's throughput; one more sample adds less from the turning point on
 
 
 class Cost(Protocol):
-    """Durations of rounds: a `Roofline`, or the `RoundCosts` of a tensor-parallel size."""
+    """Durations of rounds: a `Roofline`, or the `RoundCosts` of a tensor-parallel size.
+
+    `grid` returns the time of a round, `[configs, n]`, of `batch [n]` requests with `context [n]` tokens in all.
+    """
 
     def grid(
         self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray
@@ -23,7 +26,7 @@ class Cost(Protocol):
 
 
 class Pace:
-    """Time per token, always under the candidate that is the fastest there (ReSpec, section 5.2).
+    """Time per token, under the candidate that is the fastest for each batch (ReSpec, section 5.2).
 
     The unit of time is that of `cost`: passes of a roofline, or ms that were measured.
 
@@ -36,6 +39,7 @@ class Pace:
     ) -> None:
         self._cost = cost
         self._candidates = tuple(candidates)
+        # [candidates] tokens that a request gets in one round
         self._tokens = np.array([expected_tokens(config, rates) for config in candidates])
 
     def per_token(self, batch: np.ndarray, length: np.ndarray | float) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Which running samples move to which engine, when a rollout ends with a few long ones (RLHFSpec, section 6.1).
 
-No wall clock enters a plan. Ranks that have the same loads and observations make the same plan.
+With embedded engines every rank makes the plan by itself (`embedded/member.py`), and all must make the same. So no wall
+clock enters a plan, and ties are broken by names and ids.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ class Rebalancer:
     """Plans moves, as RLHFSpec has it.
 
     The threshold is the number of samples from which on one more adds little throughput (`Pace.turning_point`). Engines
-    are sorted by their samples, and the largest is paired with the smallest. Of such a pair min(surplus, deficit)
-    samples move, short contexts and then low acceptance first. An engine takes part in one move of a plan.
+    are sorted by their number of samples, and the largest is paired with the smallest. Of such a pair min(surplus,
+    deficit) samples move, counted from the threshold: short contexts first, and of equal ones low acceptance. An engine
+    takes part in at most one move of a plan.
 
-    cost        of the model's rounds
+    cost        durations of the model's rounds
     candidates  the configurations that engines choose from
     """
 
@@ -34,7 +36,10 @@ class Rebalancer:
         self.acceptance = Acceptance(max(1, depth))
 
     def observe(self, stats: Iterable[RoundStats]) -> None:
-        """Learn the acceptance."""
+        """Learn the acceptance from an engine's rounds.
+
+        `RunMigration` calls this, on rank 0. The planners of `Member` learn nothing, so they stay equal on all ranks.
+        """
         for rounds in stats:
             if not rounds.config.off and any(rounds.accepted):
                 self.acceptance.observe_histogram(
@@ -51,7 +56,7 @@ class Rebalancer:
         return pace.turning_point(length)
 
     def plan(self, loads: Sequence[Load]) -> list[Move]:
-        """Return the moves. Only engines of one version exchange samples, and only into free memory."""
+        """Return the moves. Samples move only between engines of one version of the weights, and into free memory."""
         if not any(load.running for load in loads):
             return []
         threshold = self.threshold(loads)
@@ -62,6 +67,7 @@ class Rebalancer:
             largest = order[-1]
             order = order[1:-1]
             surplus = len(largest.running) - threshold
+            # The requests that wait on the smaller engine will take a part of its room.
             deficit = threshold - len(smallest.running) - smallest.waiting
             count = min(surplus, deficit)
             if count <= 0 or largest.version != smallest.version:
@@ -81,7 +87,7 @@ def _by_context(sample: RunningSample) -> tuple[int, float, str]:
 
 
 def _leaving(load: Load, count: int, room: int) -> tuple[str, ...]:
-    """Return the ids of at most `count` samples that leave an engine for `room` free tokens on another."""
+    """Return the ids of at most `count` samples that leave an engine, for another one with room for `room` tokens."""
     ids: list[str] = []
     for sample in sorted(load.running, key=_by_context):
         room -= sample.context
@@ -92,12 +98,12 @@ def _leaving(load: Load, count: int, room: int) -> tuple[str, ...]:
 
 
 def running_sample(request: Request) -> RunningSample:
-    """Describe a sample by its request, as it was when its engine got it."""
+    """Describe a sample by its request: as it was when it last came to an engine, or left one."""
     prompt = len(request.prompt.tokens)
     context = prompt
     accept = 1.0
     if request.partial is not None:
         context += len(request.partial.response)
-        if any(request.partial.accepted):
+        if any(request.partial.accepted):  # else no verify round has run, and the accept length is not defined
             accept = accept_length(request.partial.accepted)
     return RunningSample(request.id, prompt, context, accept)

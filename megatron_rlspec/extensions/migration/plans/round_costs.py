@@ -1,7 +1,8 @@
-"""Measured durations of decode rounds at several tensor-parallel sizes, which `benchmarks/round_costs.py` writes.
+"""Read measured durations of decode rounds at several tensor-parallel sizes (`tail.cost_table`).
 
-The file is JSON. `rounds` is a list of [tensor-parallel size, requests, context tokens of all requests, drafts, ms],
-and `prefill` a list of [tensor-parallel size, tokens, ms]. Other fields say where it was measured, and are not read.
+`benchmarks/round_costs.py` writes the file, as JSON. `rounds` is a list of [tensor-parallel size, requests, context
+tokens of all requests, drafts of each request, ms], and `prefill` a list of [tensor-parallel size, tokens, ms]. Other
+fields say where it was measured, and are not read here.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 from megatron_rlspec import files
 from megatron_rlspec.types import SpecConfig
 
-# columns, and the least number in each
+# the columns of a row in their order, and the least number in each
 ROUND = {"tp": 1, "requests": 1, "context tokens": 1, "drafts": 0, "ms": 1e-9}
 PREFILL = {"tp": 1, "tokens": 1, "ms": 1e-9}
-MOST = 1e12
+MOST = 1e12  # in any column: a larger number, or infinity, is a damaged file
 
 
 class RoundCostError(ValueError):
@@ -42,9 +43,9 @@ class RoundCosts:
         # ms by drafts, requests, and context tokens of one request
         self._ms: dict[int, dict[float, dict[float, float]]] = {}
         for requests, context, drafts, ms in rounds:
-            of_requests = self._ms.setdefault(int(drafts), {})
-            of_requests.setdefault(requests, {})[context / requests] = ms
-        self._prefill = dict(prefill)
+            of_drafts = self._ms.setdefault(int(drafts), {})
+            of_drafts.setdefault(requests, {})[context / requests] = ms
+        self._prefill = dict(prefill)  # ms by tokens
 
     def configs(self) -> tuple[SpecConfig, ...]:
         """Return the configurations measured, OFF first."""
@@ -53,16 +54,22 @@ class RoundCosts:
     def grid(
         self, configs: Sequence[SpecConfig], batch: np.ndarray, context: np.ndarray
     ) -> np.ndarray:
-        """Return ms of a round `[configs, n]` of `batch` [n] requests with `context` [n] tokens in all."""
+        """Return ms of a round, `[configs, n]`, as `pace.Cost` has it. `configs` must be among those of `configs()`.
+
+        batch    `[n]` requests
+        context  `[n]` context tokens of all requests together
+        """
         return np.array([self._row(config.num_steps, batch, context / batch) for config in configs])
 
     def _row(self, drafts: int, batch: np.ndarray, length: np.ndarray) -> list[float]:
-        of_requests = self._ms[drafts]
-        at_length = np.array([_line(line, length) for line in of_requests.values()])
+        """Interpolate first over context tokens of a request (`length`), then over requests. Returns ms, `[n]`."""
+        by_requests = self._ms[drafts]
+        at_length = np.array([_line(line, length) for line in by_requests.values()])
         ms = []
-        for requests, column in zip(batch, at_length.T, strict=True):
-            there = dict(zip(of_requests, column, strict=True))
-            ms.append(float(_line(there, requests)))
+        # Transposed: for each of the n points, the ms at every measured number of requests.
+        for requests, ms_of_point in zip(batch, at_length.T, strict=True):
+            points = dict(zip(by_requests, ms_of_point, strict=True))
+            ms.append(float(_line(points, requests)))
         return ms
 
     def prefill_ms(self, tokens: float) -> float:
@@ -71,18 +78,25 @@ class RoundCosts:
 
 
 def _line(points: dict[float, float], x: float | np.ndarray) -> np.ndarray:
-    """Return y at x of `points` of x and y. Beyond the largest x the last slope goes on."""
+    """Return y at x, in the shape of x, interpolated between points {x: y}.
+
+    Below the least x, y is constant. Above the largest, the last slope goes on.
+    """
     xs = sorted(points)
-    ys = [points[known] for known in xs]
+    ys = [points[measured_x] for measured_x in xs]
     y = np.asarray(np.interp(x, xs, ys))
     if len(xs) > 1:
+        # Noise can make the last slope negative. Then y stays constant: more work never takes less time.
         slope = max((ys[-1] - ys[-2]) / (xs[-1] - xs[-2]), 0.0)
         y = y + slope * np.maximum(np.asarray(x) - xs[-1], 0.0)
     return y
 
 
 def read(path: str | Path, sizes: Iterable[int]) -> dict[int, RoundCosts]:
-    """Return the durations at each of these tensor-parallel sizes. Raises RoundCostError."""
+    """Return the durations by tensor-parallel size, for each of `sizes`.
+
+    Raises RoundCostError for a file that cannot be read or is malformed, and for a size without rounds.
+    """
     try:
         data = files.read_json(path)
     except files.FileError as error:
@@ -106,7 +120,7 @@ def read(path: str | Path, sizes: Iterable[int]) -> dict[int, RoundCosts]:
 
 
 def _check(name: str, rows: object, columns: Mapping[str, float]) -> None:
-    """Raise RoundCostError for rows of other columns, or values below the least of their column."""
+    """Raise RoundCostError for rows of other columns, or values outside [least, MOST]. `columns` as ROUND."""
     expected = ", ".join(columns)
     if not isinstance(rows, list):
         raise RoundCostError(f"{name}: expected a list of [{expected}]")
@@ -118,5 +132,5 @@ def _check(name: str, rows: object, columns: Mapping[str, float]) -> None:
 
 
 def _fits(value: object, least: float) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)  # bool is an int
     return is_number and least <= value <= MOST  # type: ignore[operator]
