@@ -1,6 +1,7 @@
-"""A fresh drafter learns from the newest rollouts again, after each of a run's first steps (`drafter.fresh`).
+"""A fresh drafter learns from the newest rollouts several times more, after each of a run's first steps.
 
-Only the drafter's parameters change, so the policy and its texts are the same.
+`commands/training.py` chooses this schedule with `drafter.fresh`. Only the drafter's parameters change, so the policy
+and its texts are the same as without it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# The extra updates end when the run has taken `LEAST_STEPS` steps and they have read `LEAST_LEARNT` tokens; a token
-# counts each time it is read. With small steps ten are too few for that, and the updates go on.
+# There are no extra updates any more once the run has taken `LEAST_STEPS` steps and extra updates have read
+# `LEAST_LEARNT` tokens. A token counts each time it is read.
 LEAST_STEPS = 10
 LEAST_LEARNT = 262144
-# After a step the drafter learns from the newest `NEWEST_TOKENS`, of several steps if one has fewer, or from `SHARE` of
-# the step's own tokens if that is more. Each update takes an `UPDATES_PER_STEP`-th of the number of samples of a step.
+# After a step the drafter learns from the newest `NEWEST_TOKENS` tokens, of several steps if one has fewer, or from
+# `SHARE` of the step's own tokens if that is more.
 NEWEST_TOKENS = 32768
+# An extra update takes 1 / UPDATES_PER_STEP of as many samples as the step has.
 UPDATES_PER_STEP = 8
-# The extra updates of a step may take these shares: of the step's seconds, and of the seconds of its generation.
+# The extra updates of a step may take the smaller of: this share of the step's seconds, and this share of the seconds
+# of its rollout.
 OF_STEP = 0.25
 OF_GENERATION = 0.5
 
@@ -45,11 +48,14 @@ class FreshLearner(DrafterSchedule):
         state: Mapping[str, Any],
         groups: Sequence[Group],
     ) -> None:
-        """Take up `state` and `groups`, which a checkpoint has of `state()`; see `DrafterScheduleBuilder`."""
+        """Begin, or continue from a checkpoint. `state` and `groups` are what `state()` returned, or empty.
+
+        `load_policy` is for replays of a recorded run, which do not use this schedule.
+        """
         self._trainer = trainer
-        self._learnt = int(state.get("learnt", 0))  # tokens
-        self._rollouts = list(groups)
-        self._newest: Sequence[Group] = ()
+        self._learnt = int(state.get("learnt", 0))  # tokens that extra updates have read
+        self._rollouts = list(groups)  # that extra updates read, the oldest group first
+        self._newest: Sequence[Group] = ()  # the rollouts of the present step
 
     def observe(self, groups: Sequence[Group]) -> None:
         self._newest = groups
@@ -61,18 +67,20 @@ class FreshLearner(DrafterSchedule):
         metrics = train(True)
         if self._ended(step):
             return metrics
+        # None on ranks above 0. Their time limit is not used: `teach` follows rank 0's.
         generated = rollout_seconds or 0.0
         of_step = OF_STEP * (generated + time.perf_counter() - began)
         return metrics | self.teach(step, min(of_step, OF_GENERATION * generated))
 
     def _ended(self, step: int) -> bool:
+        """Return whether `step` has no extra updates any more."""
         return step >= LEAST_STEPS and self._learnt >= LEAST_LEARNT
 
     def teach(self, step: int, seconds: float) -> dict[str, float]:
         """Update the drafter on the newest rollouts. The policy runs forward only. Collective. Returns metrics.
 
-        The first update always runs. Another one runs only if it will probably end within `seconds`, by the clock of
-        rank 0; with train.deterministic all of them run.
+        The first update always runs. Another one runs only if it will probably end within `seconds` of rank 0, by the
+        clock of rank 0. With train.deterministic all of them run, because no result may depend on a clock.
         """
         began = time.perf_counter()
         newest = samples_of(self._newest)
@@ -81,10 +89,10 @@ class FreshLearner(DrafterSchedule):
         while len(self._rollouts) > 1 and tokens_of(samples_of(self._rollouts)) > most_tokens:
             del self._rollouts[0]
         samples = samples_of(self._rollouts)
-        # the same order on all ranks
+        # Seeded by the step: all ranks, and a resumed run, take the same order.
         order = np.random.default_rng(step).permutation(len(samples))
-        samples_per_update = -(-len(newest) // UPDATES_PER_STEP)
-        updates = -(-len(order) // samples_per_update)
+        samples_per_update = -(-len(newest) // UPDATES_PER_STEP)  # rounded up
+        updates = -(-len(order) // samples_per_update)  # rounded up
         prediction = self._trainer.prediction
         spent = 0.0
         for done, part in enumerate(np.array_split(order, updates), start=1):
@@ -97,11 +105,13 @@ class FreshLearner(DrafterSchedule):
             # `tell` is collective: every rank calls it after every update, and gets rank 0's answer
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
-        # The prediction of the step's own pass stays: the drafter had not learnt from its texts yet.
+        # Each update has set a prediction of the next rollout's acceptance. It is too high, because the drafter has
+        # seen these texts before; that of the policy's step is kept.
         self._trainer.prediction = prediction
-        if self._ended(step + 1):
+        if self._ended(step + 1):  # they would only make checkpoints larger
             self._rollouts = []
         return {"drafter/seconds_fresh": spent}
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
+        """See `DrafterSchedule.state`."""
         return {"learnt": self._learnt}, self._rollouts

@@ -1,9 +1,12 @@
 """Update the drafter from chosen rollouts, with weights by reward, and not in every step (ReSpec, section 5.3).
 
-An update is either part of the policy's step, on the same rollouts and hidden states (`drafter.replay=none`), or a pass
-of its own over stored rollouts (`separate`), whose hidden states the present policy computes. Such a pass runs after
-the policy's step, or with `drafter.overlap` while engines generate the next rollout. In every case only the drafter's
-own parameters change, so the policy and its texts are the same.
+An update is either part of the policy's step, on the same rollouts and hidden states, or a pass of its own over stored
+rollouts (`DrafterConfig.separate`), whose hidden states the present policy computes. Such a pass runs after the
+policy's step, or with `drafter.overlap` while engines generate the next rollout. In every case only the drafter's own
+parameters change, so the policy and its texts are the same.
+
+Every rank holds one schedule. Which steps update, and from what, follows from options, checkpoint and rollouts, which
+are equal on all ranks: updates are collective.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ from megatron_rlspec.types import Group, Sample, samples_of
 class OnlineLearner(DrafterSchedule):
     """Chooses rollouts, weights and steps by the options of `drafter`.
 
+    load_policy  loads the policy that a recorded run had before a step; None: the run trains its own
+    rule         decides which steps update (`drafter.update_every`)
+    buffer       stored rollouts, for separate updates
     last_update  the step that updated the drafter last; -1: none
+    seconds      that the newest separate update took
+    updates      separate ones so far; seeds the next draw from the buffer
     """
 
     def __init__(
@@ -36,7 +44,7 @@ class OnlineLearner(DrafterSchedule):
         state: Mapping[str, Any],
         groups: Sequence[Group],
     ) -> None:
-        """Take up `state` and `groups`, which a checkpoint has of `state()`; see `DrafterScheduleBuilder`."""
+        """Begin, or continue from a checkpoint. `state` and `groups` are what `state()` returned, or empty."""
         self.config = trainer.config
         options = self.config.drafter
         self.trainer = trainer
@@ -44,11 +52,11 @@ class OnlineLearner(DrafterSchedule):
         self.rule = EverySteps(options.update_every)
         self.buffer = ReplayBuffer(options.replay_tokens)
         self.last_update = -1
-        self.seconds = 0.0  # of the newest separate update
-        self.updates = 0  # separate ones: the seed of the next draw
-        # metrics of an update beside a rollout, for the record of its step
-        self._learned: dict[str, float] = {}
-        if "rule" in state:  # not in that of another schedule, with whose options the run began
+        self.seconds = 0.0
+        self.updates = 0
+        # metrics of an update that ran during a rollout; `train_step` puts them into the record of that step
+        self._metrics_during_rollout: dict[str, float] = {}
+        if "rule" in state:  # absent if the checkpoint is of another schedule: options may change between runs
             self.rule.restore(state["rule"])
             self.updates = int(state["updates"])
             self.last_update = int(state["last_update"])
@@ -59,36 +67,42 @@ class OnlineLearner(DrafterSchedule):
         if self.config.drafter.reward_weight == "none":
             return None
         rewards = [sample.reward for sample in samples]
-        known = [not failed(sample) for sample in samples]
-        return reward_weights(rewards, known)
+        succeeded = [not failed(sample) for sample in samples]  # else `reward` is 0 and means nothing
+        return reward_weights(rewards, succeeded)
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""
         options = self.config.drafter
         if options.separate:
-            if options.replay == "none":
+            if options.replay == "none":  # with overlap: the next update learns from this rollout only
                 self.buffer.clear()
             self.buffer.add(samples_of(groups))
 
     def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
-        """Update the drafter from earlier rollouts, unless a resumed run has done so before it stopped. Collective."""
+        """Update the drafter from earlier rollouts while engines generate that of `step`. Collective.
+
+        `begin` starts the rollout in the background. The update is left out if the checkpoint has it already: a run
+        can stop between this update and the policy's step.
+        """
         if not self.config.drafter.overlap:
             return
         begin()
         if self.rule.due and self.last_update < step:
-            self._learned = self._update(step)
+            self._metrics_during_rollout = self._update(step)
 
     def train_step(
         self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
     ) -> dict[str, float]:
-        """Take a step in which the drafter learns when, and from what, the options say. Collective."""
+        """Train the policy by `train`, and the drafter if an update is due. Collective. Returns metrics of both."""
         options = self.config.drafter
         due = self.rule.due
         metrics = train(due and not options.separate)
         if options.overlap:
-            metrics |= self._learned
-            self._learned = {}
-            if rollout_seconds is not None:
+            # `during_rollout` has updated the drafter, if that was due.
+            metrics |= self._metrics_during_rollout
+            self._metrics_during_rollout = {}
+            if rollout_seconds is not None:  # on rank 0, which writes the record
+                # An update in the shadow of the rollout costs the run no time; what exceeds it is added.
                 spent = self.seconds if self.last_update == step else 0.0
                 hidden = min(spent, rollout_seconds)
                 metrics |= {
@@ -105,20 +119,22 @@ class OnlineLearner(DrafterSchedule):
 
     def _update_after(self, step: int) -> dict[str, float]:
         """Update the drafter after the policy's step, with hidden states of the policy as it is then."""
-        predicted = self.trainer.prediction
+        prediction = self.trainer.prediction  # as the policy's step left it; None if the drafter did not run there
         if self.load_policy is not None:
-            self.load_policy(step + 1)
+            self.load_policy(step + 1)  # "as it is then", in a replay: the recorded run's policy after this step
         metrics = self._update(step)
         metrics["drafter/seconds_added"] = self.seconds
-        # The policy's own pass predicts by the newest rollouts; the update does so only if it learns from them.
-        if predicted is None and self.config.drafter.replay == "newest":
-            predicted = self.trainer.prediction
-        self.trainer.prediction = predicted
+        # The update predicts the acceptance on the rollouts that it learns from. For the next rollout that counts only
+        # if these are the newest.
+        if prediction is None and self.config.drafter.replay == "newest":
+            prediction = self.trainer.prediction
+        self.trainer.prediction = prediction
         return metrics
 
     def _update(self, step: int) -> dict[str, float]:
-        """Update the drafter from stored rollouts. Returns the drafter's metrics, {} without rollouts."""
+        """Update the drafter from stored rollouts. Collective. Returns the drafter's metrics, {} without rollouts."""
         options = self.config.drafter
+        # With overlap and replay=none the buffer holds the newest rollout only.
         by = "newest" if options.replay == "none" else options.replay
         samples = self.buffer.draw(by, (self.config.train.seed, self.updates))
         if not samples:
@@ -134,7 +150,7 @@ class OnlineLearner(DrafterSchedule):
         return metrics
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return the state for a checkpoint, and the buffer's rollouts."""
+        """Return the state for a checkpoint, and the buffer's rollouts. `__init__` reads both."""
         state = {
             "rule": self.rule.state(),
             "updates": self.updates,

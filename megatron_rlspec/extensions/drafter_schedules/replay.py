@@ -19,14 +19,16 @@ from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
 Draw = Literal["newest", "uniform", "reward"]
-LEAST = 16  # tokens that a sample counts: the Python objects around its arrays take about 1.6 KB
+LEAST = 16  # tokens that any sample counts at least: the Python objects around its arrays take about 1.6 KB
 
 
 class ReplayBuffer:
     """Samples of past rollouts, the oldest first; `add` drops the oldest ones beyond the bound.
 
-    max_tokens  bound, of which a sample counts `LEAST` at least; the newest sample stays in any case
-    tokens      now held, counted so
+    max_tokens  the bound (`drafter.replay_tokens`); a sample counts its tokens, or `LEAST` if it has fewer. The newest
+                sample stays even if it exceeds the bound
+    tokens      of the stored samples, counted in the same way
+    newest      how many of the stored samples came with the last `add`
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -36,7 +38,7 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Drop everything."""
         self.tokens = 0
-        self.newest = 0  # samples of the last `add` that are still held
+        self.newest = 0
         self._samples: deque[Sample] = deque()
 
     def __len__(self) -> int:
@@ -55,14 +57,14 @@ class ReplayBuffer:
             self.tokens -= max(len(self._samples.popleft().tokens), LEAST)
 
     def draw(self, by: Draw, seed: Sequence[int]) -> list[Sample]:
-        """Return different samples, of together at most as many tokens as the last `add` holds, but at least one.
+        """Draw samples without replacement, together of at most as many tokens as the last `add` has; [] if empty.
 
-        newest   the newest ones, the newest first
-        uniform  every sample is as likely
-        reward   as likely as `reward_weights`
+        by = newest   the newest samples, the newest first
+        by = uniform  every sample is equally likely
+        by = reward   in proportion to `reward_weights`
 
-        Nothing if the buffer is empty. The draw depends on the buffer and the seed only, so all ranks and a resumed run
-        draw alike. Without replacement in proportion to weights: Efraimidis and Spirakis, 2006.
+        At least one sample is drawn, also if it has more tokens. The draw depends on the buffer and the seed only, so
+        all ranks draw the same samples, and a resumed run does, too.
         """
         samples = list(self._samples)
         if not samples:
@@ -71,23 +73,29 @@ class ReplayBuffer:
         tokens = sum(len(sample.tokens) for sample in newest)
         order = np.arange(len(samples))[::-1]
         if by != "newest":
+            # The largest keys of Gumbel noise + log(weight) are a draw without replacement in proportion to the weights
+            # (Efraimidis and Spirakis, 2006, in another form). `reward_weights` are above 0.
             keys = np.random.default_rng(list(seed)).gumbel(size=len(samples))
             if by == "reward":
-                known = [not failed(sample) for sample in samples]
-                weights = reward_weights([sample.reward for sample in samples], known)
+                succeeded = [not failed(sample) for sample in samples]
+                weights = reward_weights([sample.reward for sample in samples], succeeded)
                 keys += np.log(weights)
             order = np.argsort(-keys, kind="stable")
         chosen: list[Sample] = []
         for index in order.tolist():
             sample = samples[index]
             if chosen and len(sample.tokens) > tokens:
-                break
+                break  # to go on with shorter ones would prefer short samples
             tokens -= len(sample.tokens)
             chosen.append(sample)
         return chosen
 
     def groups(self) -> list[Group]:
-        """Return the content for a checkpoint: one group of the older samples, one of the last `add`; [] if empty."""
+        """Return the content for a checkpoint: a group of the older samples, and one of the last `add`; [] if empty.
+
+        `Group` is only the container that a checkpoint has: each sample has its own prompt, and that of the group is
+        not read.
+        """
         samples = list(self._samples)
         if not samples:
             return []
@@ -100,17 +108,18 @@ class ReplayBuffer:
         return groups
 
     def restore(self, groups: Sequence[Group]) -> None:
-        """Restore what `groups` returned, within this buffer's bounds."""
+        """Restore what `groups` returned, within this buffer's bound, which may be smaller than that of before."""
         self.clear()
-        for group in groups:
+        for group in groups:  # the last one sets `newest`
             self.add(group.samples)
 
 
 def _compact(sample: Sample) -> Sample:
-    """Copy a sample with small types, and without texts."""
+    """Copy a sample with small types, and without what the drafter's update does not read, such as texts."""
     tokens = sample.tokens.astype(np.int32)
     prompt = Prompt(sample.prompt.id, tokens[: sample.prompt_len])
     metadata = {}
+    # `rewards.failed` reads this key.
     if "reward_error" in sample.metadata:
         metadata["reward_error"] = sample.metadata["reward_error"]
     return replace(
