@@ -1,7 +1,8 @@
 """Generate samples of prompts and score them, on rank 0.
 
-Sampling seeds are made from (run seed, step, place in the step). So a resumed run generates the same samples as an
-uninterrupted one, and a prompt that comes twice in a step gets other samples the second time.
+Sampling seeds are made from (run seed, step, place of the prompt in the step, number of the sample). So a resumed run
+generates the same samples as an uninterrupted one, and a prompt that comes twice in a step gets other samples the
+second time.
 """
 
 from __future__ import annotations
@@ -29,23 +30,24 @@ from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling, samples_of
 
-# replaces the step number in the seeds of evaluations, so all evaluations use the same seeds
+# In place of the step's number in the seeds of evaluations: all evaluations use the same seeds, and no step has them.
 EVALUATION = 1 << 30
-CANCEL_AGAIN = 0.2  # seconds
+CANCEL_AGAIN = 0.2  # seconds between two aborts of a cancelled rollout
 Failures = list[str]  # one line per sample without a reward
 
 
 class RolloutCancelledError(RuntimeError):
-    """A signal ended the run during a rollout. The order of prompts is as before the rollout."""
+    """A signal ended the run during a rollout. `Rollouts._generate` restores the order of prompts after it."""
 
 
 class Generation:
     """Takes prompts, has engines generate samples of them, and has rewards score these.
 
-    `rollout` and `evaluate` run in the caller's thread, or with `rollout.staleness` in that of `Rollouts`; `_ended` and
-    `_add` in those of engines and reward workers, for which `Drawing` has a lock. `_abort_when_cancelled` has its own.
+    Threads: `evaluate` runs in the caller's; `rollout` too, or in the one of `Rollouts` that generates ahead. `_ended`
+    and `_add` run in threads of engines and reward workers, and `Drawing` has a lock for them. `_abort_when_cancelled`
+    has a thread of its own.
 
-    begun      groups that go on in the next rollout (`rollout.partial`)
+    begun      groups that have begun and go on in the next rollout (`rollout.partial`)
     held_out   prompts of evaluations by the name of their set
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
@@ -78,7 +80,8 @@ class Generation:
         self._cancelled = cancelled
         self._failed_steps = rewards.FailedSteps(train.max_bad_steps)
         self._shown = False  # whether the run has shown a scored sample
-        self._running: Collection[str] = ()  # ids of the requests that engines may hold
+        # ids of the requests that engines may have; for `_abort_when_cancelled`, in another thread
+        self._running: Collection[str] = ()
         self._closed = threading.Event()
         self._conversations: Conversations | None = None
         if rollout.function:
@@ -100,7 +103,7 @@ class Generation:
         self._scorer.close()
 
     def restore(self, begun: Sequence[OpenGroup]) -> None:
-        """Set `begun`, as a checkpoint has it."""
+        """Continue with the begun groups of a checkpoint. If this run has no partial rollouts, an event says so."""
         self.begun = list(begun)
         if self.begun and not self._rollout.partial:
             message = f"rollout.partial=0: {len(self.begun)} begun groups are not continued"
@@ -110,38 +113,42 @@ class Generation:
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
     def rollout(self, step: int, source: data.Prompts, counts: dict[str, float]) -> list[Group]:
-        """Take prompts until `rollout.prompts_per_step` groups are kept; dynamic sampling drops groups.
+        """Return `rollout.prompts_per_step` complete groups, of prompts from `source`.
 
-        With `rollout.partial` more groups are begun, and those that are not kept go on in the next rollout. Adds to
-        `counts`. Raises EngineError if no engine is left, and RewardError.
+        Dynamic sampling drops groups, and more prompts are taken then. With `rollout.partial` more groups are begun,
+        and those that are not in the batch go on in the next rollout.
+
+        counts  numbers for the step's record; this sets `continued_tokens`, adds to `reward_seconds_waited`, and with
+                `rollout.partial` sets `over_drawn`
+
+        Raises EngineError if no engine is left, RewardError, and RolloutCancelledError.
         """
         options = self._rollout
 
         def usable(group: Group) -> bool:
             return not self._dynamic or _has_signal(group)
 
+        # The next step trains version step + 2, on tokens that are at most `oldest` versions older.
         drawing = Drawing(self.begun, options.prompts_per_step, step + 2 - options.oldest, usable)
         counts["continued_tokens"] = float(_tokens_of_partials(self.begun))
         failures: Failures = []
-        ended = 0
-        begun_prompts = 0
+        ended = 0  # samples
+        taken = 0  # prompts of `source`: the place of the next one, from which its seeds are made
         while True:
             # One prompt at least, so that every rollout generates something.
             least = 0 if drawing.requests() else 1
             missing = max(options.begun_prompts - len(drawing.groups), least)
-            running = [group.requests[0].prompt for group in drawing.groups]
-            prompts = source.take(missing, running)
+            prompts_of_step = [group.requests[0].prompt for group in drawing.groups]
+            prompts = source.take(missing, prompts_of_step)
             drawing.begin(
-                self._requests(
-                    f"t{step:06d}", prompts, options.samples_per_prompt, step, begun_prompts
-                )
+                self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, taken)
             )
-            begun_prompts += len(prompts)
-            number, failed = self._generate(drawing, counts)
-            failures += failed
-            ended += number
+            taken += len(prompts)
+            ended_now, failed_now = self._generate(drawing, counts)
+            failures += failed_now
+            ended += ended_now
             # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
-            self._failed_steps.observe(f"step {step + 1}", number, failed)
+            self._failed_steps.observe(f"step {step + 1}", ended_now, failed_now)
             drawing.drop_unusable()
             if drawing.full:
                 break
@@ -156,6 +163,7 @@ class Generation:
         return groups
 
     def _record_failures(self, name: str, samples: int, failures: Failures) -> None:
+        """Write an event if rewards failed. `samples`: how many were scored."""
         if failures:
             message = (
                 f"{name}: {len(failures)} of {samples} rewards failed; the first: {failures[0]}"
@@ -171,9 +179,11 @@ class Generation:
     def evaluate(self, name: str, done: int) -> dict[str, dict[str, float]]:
         """Generate and score responses to the first prompts of every held-out set, with the same seeds each time.
 
-        name, done  of the events: the evaluation's name, and the steps that the policy has had
+        name  of the evaluation, in its events and its requests' ids
+        done  steps that the policy has had, for the events
 
-        Returns the figures of the events by the name of the set.
+        Returns the figures of the events by the name of the set; "" is data.eval_path. Raises EngineError if no engine
+        is left, RewardError, and RolloutCancelledError.
         """
         return {which: self._evaluate(name, done, which) for which in self.held_out}
 
@@ -181,11 +191,13 @@ class Generation:
         chosen = self.held_out[which][: self._train.eval_prompts]
         tell(f"evaluating {len(chosen)} prompts", sys.stdout)
         requests = self._requests(f"e-{name}", chosen, self._train.eval_samples, EVALUATION)
+        # math.inf: no next step may train on these tokens, so all groups must end.
         drawing = Drawing(requests, len(chosen), math.inf)
         _, failures = self._generate(drawing)
-        groups = drawing.batch()[0]
+        groups, _ = drawing.batch()
         samples = samples_of(groups)
-        # Drop the evaluation's rounds. Only those of rollouts are learnt from, at their temperature.
+        # Read and drop the evaluation's rounds: the speculation rule learns from rollouts only, because an evaluation
+        # may have another temperature.
         self._engines.rounds()
         if name == "first":
             self._show("the first of the evaluation", samples[0])
@@ -212,10 +224,12 @@ class Generation:
     def _requests(
         self, name: str, prompts: Sequence[Prompt], samples: int, salt: int, places: int = 0
     ) -> list[OpenGroup]:
-        """Return `samples` requests for each prompt.
+        """Return a group of `samples` requests for each prompt.
 
-        Request ids have a fixed width, because no id may be a prefix of another. `salt` makes the seeds of one step, in
-        which `places` prompts have begun before.
+        name    begins the requests' ids. The rest has a fixed width: SGLang aborts by prefix, so no id may be a prefix
+                of another
+        salt    the step's number, or EVALUATION, for the seeds
+        places  prompts that this step has taken before
         """
         groups = []
         for place, prompt in enumerate(prompts, places):
@@ -231,24 +245,30 @@ class Generation:
     ) -> tuple[int, Failures]:
         """Generate and score what has not ended until the batch is full.
 
-        Returns the number of samples that ended, and one line per failed reward. `counts` is given for training.
+        counts  as in `rollout`; None: this is an evaluation
+
+        Returns the number of samples that ended, and one line per failed reward.
         """
         scoring = rewards.Scoring(self._scorer)
-        how = self._eval_sampling if counts is None else self.sampling
+        sampling = self._eval_sampling if counts is None else self.sampling
         try:
             samples = self._answer(
-                drawing.requests(), how, lambda sample: self._ended(sample, drawing, scoring)
+                drawing.requests(), sampling, lambda sample: self._ended(sample, drawing, scoring)
             )
             ended = [sample for sample in samples if sample.status != "aborted"]
+            # `own_reward`: the user's function has set the reward (rollout/conversation.py)
             failures = scoring.finish(
                 [sample for sample in ended if "own_reward" not in sample.metadata]
             )
         except BaseException:
             scoring.cancel()
             raise
+        # Before any sample is used: after an interruption rewards count as failed that were only stopped.
         self._check_cancelled()
+        # Under dynamic sampling a callback of the reward may still be running. `add` ignores what is there already.
         for sample in ended:
             drawing.add(sample)
+        # Engines that cannot continue samples begin the aborted ones anew.
         if self._engines.pool.continues:
             drawing.keep(sample for sample in samples if sample.status == "aborted")
         if counts is not None:
@@ -256,7 +276,7 @@ class Generation:
         return len(ended), failures
 
     def _ended(self, sample: Sample, drawing: Drawing, scoring: rewards.Scoring) -> None:
-        """Begin to compute the reward of a sample that has just ended. A full batch aborts the others."""
+        """Begin to compute the reward of a sample that has just ended. A full batch aborts the others. Any thread."""
         if sample.status == "aborted":
             return
         sample.text = self.decode(sample.response)
@@ -272,7 +292,7 @@ class Generation:
             if not future.cancelled():
                 self._add(sample, drawing)
 
-        # Whether a group counts depends on its rewards.
+        # Dynamic sampling counts a group by its rewards, so the sample must have its reward before `_add`.
         future.add_done_callback(add_scored)
 
     def _add(self, sample: Sample, drawing: Drawing) -> None:
@@ -284,17 +304,21 @@ class Generation:
             self._engines.pool.abort(left)
 
     def _answer(
-        self, requests: Sequence[Request], how: Sampling, ended: Callable[[Sample], None]
+        self, requests: Sequence[Request], sampling: Sampling, ended: Callable[[Sample], None]
     ) -> list[Sample]:
-        """Generate one sample per request, in one reply each or by the user's function. `ended` is called with each."""
+        """Generate one sample per request, in one reply each or by the user's function (`rollout.function`).
+
+        `ended` is called with each sample, from any thread.
+        """
         self._check_cancelled()
         try:
             if self._conversations is None:
                 self._running = [request.id for request in requests]
-                samples = self._engines.pool.generate(requests, how, ended)
+                samples = self._engines.pool.generate(requests, sampling, ended)
             else:
+                # Ids of turns, which come and go: the attribute, and no copy, is read at each abort.
                 self._running = self._conversations.running
-                samples = self._conversations.draw(requests, how, ended)
+                samples = self._conversations.draw(requests, sampling, ended)
         finally:
             self._running = ()
         self._check_cancelled()
@@ -306,7 +330,7 @@ class Generation:
             raise RolloutCancelledError("a signal ended the run")
 
     def _abort_when_cancelled(self) -> None:
-        """Abort the requests of a cancelled rollout again and again, because some may not have reached their engine."""
+        """Abort the requests of a cancelled rollout again and again: a request may reach its engine after an abort."""
         while not self._closed.wait(CANCEL_AGAIN):
             if self._cancelled.is_set():
                 self._scorer.interrupt()
@@ -319,9 +343,10 @@ class Generation:
 
 
 def _has_signal(group: Group) -> bool:
+    """Return whether a group's rewards differ, so that its samples have advantages."""
     values = [sample.reward for sample in group.samples]
-    known = [not rewards.failed(sample) for sample in group.samples]
-    return grpo.has_signal(values, known=known)
+    succeeded = [not rewards.failed(sample) for sample in group.samples]
+    return grpo.has_signal(values, known=succeeded)
 
 
 def _tokens_of_partials(groups: Sequence[OpenGroup]) -> int:

@@ -1,7 +1,8 @@
 """Rank 0's part of a run: the rollout of each step, by engines, with rewards, and with the speculation they learn.
 
-With `rollout.staleness` the next step's rollout runs in a thread while this step trains. Weights change only between
-rollouts, so the version that generates a sample does not depend on timing.
+With `rollout.staleness` the next step's rollout runs in a thread while this step trains. The run waits for it before a
+push (`settle`), so weights change only between rollouts, and the version that generates a sample does not depend on
+timing.
 
     generation.py   prompts ──► requests ──► engines ──► samples ──► rewards ──► groups
     engines.py      pushes and their checks, lost and restarted engines; rounds of a rollout ──► the rule of the next
@@ -35,10 +36,10 @@ from megatron_rlspec.types import Group, Sample, samples_of
 
 @dataclass(frozen=True)
 class StartingRollouts:
-    """The parts of `Rollouts` that exist before the trainer is built. Reward workers run from here on.
+    """The parts of `Rollouts` that exist before the trainer is built. Its reward workers are running.
 
-    learning   the learning of speculation
-    engines    of the run, which `launch` starts in the background
+    learning   follows acceptance and round times, and makes the engines' speculation rule
+    engines    of the run; their `launch` starts processes in the background
     migration  an extension that moves running samples; None: they stay
     scorer     reward workers
     """
@@ -55,7 +56,12 @@ class StartingRollouts:
 
 
 class Rollout(NamedTuple):
-    """The groups of a step, the seconds that they took, rewards included, and numbers for the records."""
+    """The rollout of a step.
+
+    groups   scored
+    seconds  to generate and score them; NaN if a checkpoint had them
+    counts   numbers for the step's record, which become `rollout/NAME`
+    """
 
     groups: list[Group]
     seconds: float
@@ -69,9 +75,11 @@ class Rollouts:
     generation   generates and scores
     engines      pool, health, pushes, restarts
     speculation  learns from rollouts how to speculate
-    prompts      of `collect`; None: only evaluations are generated
+    prompts      of the training steps; None: only evaluations are generated
     migration    as in `StartingRollouts`
     newest       the rollout that `collect` returned last
+    _rolling     the step whose rollout runs, or ran last
+    _ahead       the rollout that no `collect` has returned yet: running in `_thread`, ended, or from a checkpoint
     """
 
     generation: Generation
@@ -81,7 +89,7 @@ class Rollouts:
     prompts: Prompts | None
     migration: Migration | None
     config: Config
-    _rolling: int = 0  # the step whose rollout runs
+    _rolling: int = 0
     _ahead: Future[Rollout] | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +97,7 @@ class Rollouts:
         self._thread = ThreadPoolExecutor(1, "rollout")
 
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:
-        """Continue from what a checkpoint has of `state`, and set the engines' rules."""
+        """Continue from what `state` returned for a checkpoint (empty without one), and set the engines' rules."""
         if self.migration is not None:
             self.migration.attach(self.engines.pool, self._record_moves)
         if drawn.ahead:
@@ -102,6 +110,7 @@ class Rollouts:
         self.generation.restore(drawn.begun)
         if self.config.drafter.fresh and not resumed:
             self.speculation.learning.start_without()
+        # Last: the rule is made of what was restored. A fixed configuration comes with the first push.
         if self.speculation.fixed is None:
             self.engines.pool.everywhere(self.speculation.set)
 
@@ -109,14 +118,15 @@ class Rollouts:
         """End engines and reward workers. Engines come first, which ends a running rollout."""
         self.engines.close()
         if self._ahead is not None and not self._ahead.done():
+            # `engines.close` ends only engines that this run started.
             self.engines.pool.close()
-        self._thread.shutdown()
+        self._thread.shutdown()  # waits for the rollout; only then nothing needs reward workers
         self.generation.close()
 
     def state(self, replay: Sequence[Group]) -> State:
-        """Return the state for a checkpoint, with the drafter's buffer `replay`.
+        """Return the state for a checkpoint, with the drafter's stored rollouts `replay`. `start` reads it.
 
-        The rollout that was generated ahead is in it: a resumed run lacks the weights that generated it.
+        Waits for the rollout that runs ahead, and includes it: a resumed run has no weights to generate it with.
         """
         ahead = Rollout([], math.nan) if self._ahead is None else self._ahead.result()
         values = self.speculation.learning.state() | {"ahead": ahead.counts}
@@ -130,54 +140,59 @@ class Rollouts:
         Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
         RewardError if all rewards of `train.max_bad_steps` steps in a row failed.
         """
-        ahead, self._ahead = self._ahead, None
+        ahead, self._ahead = self._ahead, None  # also if it failed: the next `collect` generates again
         self.newest = ahead.result() if ahead is not None else self._generate(step)
         groups = self.newest.groups
-        current = step + 1
+        current = step + 1  # the version that trains in this step
         options = self.config.rollout
         oldest = max(1, current - options.oldest)
         samples = samples_of(groups)
         finding = stamp_finding(samples, oldest, current)
         if finding is not None:
             raise HealthError(finding.message)
+        # Here, before the step trains: the engines hold the version that this step begins with.
         if options.staleness and step + 1 < self.config.train.steps:
             self.begin(step + 1)
         return groups
 
     def begin(self, step: int) -> None:
-        """Start the rollout of a step in a thread; `collect` waits for it."""
+        """Start the rollout of a step in a thread, unless it runs already; `collect` waits for it."""
         if self._ahead is None:
             self._ahead = self._thread.submit(self._generate, step)
 
     def settle(self) -> None:
-        """Wait for the rollout that runs ahead. Raises its error, as `collect`; the next `collect` then repeats it."""
-        if self._ahead is not None and self._ahead.exception() is not None:
+        """Wait for the rollout that runs ahead. If it failed, raises its error; the next `collect` generates anew."""
+        if self._ahead is not None and self._ahead.exception() is not None:  # `exception` waits
             failed, self._ahead = self._ahead, None
-            failed.result()
+            failed.result()  # raises
 
     def _generate(self, step: int) -> Rollout:
-        """Return scored groups and the seconds they took. On failure the order of prompts is restored."""
+        """Generate and score the rollout of a step. After an error the order of prompts is as before the call."""
         self._rolling = step
         prompts = self.prompts
         assert prompts is not None, "without prompts only evaluations are generated"
         order = prompts.order.state()
         began = time.perf_counter()
         pool = self.engines.pool
-        continued = pool.continued
+        continued_before = pool.continued
         counts = {"reward_seconds_waited": 0.0}
         try:
             groups = self.generation.rollout(step, prompts, counts)
         except BaseException:
             prompts.order.restore(order)
             raise
-        counts["continued_tokens"] += pool.continued - continued
+        # beside those of partial rollouts, the tokens of lost engines' samples
+        counts["continued_tokens"] += pool.continued - continued_before
         return Rollout(groups, time.perf_counter() - began, counts)
 
     def _record_moves(self, record: Mapping[str, Any]) -> None:
         self.recorder.moves(self._rolling, record)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return `rollout/*` of the samples of the newest rollout, and the engines that were restarted since."""
+        """Return `rollout/*` of the newest rollout, whose samples are given, and `engine/restarts` since the last call.
+
+        `records/metric_names.toml` lists the names.
+        """
         values = rollout_metrics(samples)
         values["tokens_per_second"] = values["response_tokens"] / self.newest.seconds
         values |= self.newest.counts
@@ -188,13 +203,13 @@ class Rollouts:
     # ---- weights and speculation ------------------------------------------------------------------------------------
 
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
-        """Learn from the rounds of the last rollout, and run the drift tests. Returns metrics.
+        """Learn from the rounds of the last rollout. Returns metrics.
 
-        `prediction` is the trainer's, of the next rollout's acceptance. Call this before the push, because the canary
-        runs under another configuration.
+        `prediction` is the trainer's, of the next rollout's acceptance. Call this before the push: the canary's rounds,
+        under another configuration, would be among those of the rollout.
         """
         rounds, reports = self.engines.rounds()
-        # The rollout whose rounds these are.
+        # The engines' rounds are those of the rollout that ended last: with staleness the one ahead.
         rollout = self.newest if self._ahead is None else self._ahead.result()
         samples = samples_of(rollout.groups)
         delivered = accept_length(pooled(sample.accepted for sample in samples))

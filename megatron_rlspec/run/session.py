@@ -13,6 +13,8 @@
 
 Every rank holds the trainer and the data. Only rank 0 has engines and rewards (rollouts.py) and writes records; the
 other ranks wait meanwhile (rank0.py). With embedded engines on several ranks they generate, too, in a thread.
+
+All ranks call the same public methods in the same order, because most of them are collective.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.train.updates import train_rollout
 from megatron_rlspec.types import Group, PackedBatch, Scope, samples_of
 
-DRIFT_SAMPLES = 16  # of a step, on which `Trainer.drift` compares the policy with model.path
+DRIFT_SAMPLES = 16  # of a step, on which `Reference.drift` compares the policy with model.path
 
 
 class RunStopped(RuntimeError):
@@ -70,7 +72,7 @@ class RunStopped(RuntimeError):
 class Session:
     """A run, as a context manager. Its exit ends the engines and closes the records, also after an error.
 
-    done        steps so far, each with a rollout; the version of the parameters is done + 1
+    done        steps trained so far; the version of the present parameters, in samples and pushes, is done + 1
     loaded      model, tokenizer, data, and the recorded run of a replay
     trainer     policy and drafter on this rank
     drafting    what the drafter learns from, and when
@@ -96,29 +98,32 @@ class Session:
         self.supervised = command == "sft"  # it trains on demonstrations
         self.interruption = interruption or Interruption()
         self.clock = Clock()
+        # By the launcher's variable: torch.distributed is initialised later, by the trainer.
         self.main = os.environ.get("RANK", "0") == "0"
         self.done = 0
         self.generates = config.generates(command)
-        # metrics and rollouts of the newest step, for its record
+        # metrics and rollouts of the newest step: `_stop` records them if the run ends before `record`
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
-        self._policy_changed = True  # since the last push
+        self._policy_changed = True  # since the last push; before the first one no engine has our policy
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
             self._open(closing, command, extensions or Extensions())
-            self._closing = closing.pop_all()
+            self._closing = closing.pop_all()  # only if nothing failed; else `closing` ends what was opened
+        # From here on a signal ends the run between two steps (`checkpoint`), with a checkpoint.
         self.interruption.defer()
 
     def _open(self, closing: ExitStack, command: Command, extensions: Extensions) -> None:
-        """Open the parts of the run. The order is a contract; `closing` ends them in the opposite one.
+        """Open the parts of the run. Their order must stay; `closing` ends them in the opposite one.
 
-        What cannot work is refused before `_open_records`, which writes first.
+        Whatever can be refused is refused before `_open_records`, the first that writes to the run directory.
         """
         config = self.config
         self.loaded = load(config, command)
+        # Before the trainer, which is built while engines on GPUs of their own start.
         starting = self._start_rollouts(closing, extensions)
-        # The trainer is built while engines on GPUs of their own start.
         self.trainer = build_trainer(config, self.loaded, self.supervised)
         self.saver = Saver(self.trainer, self.loaded.identity)
+        # After the trainer, into which it loads the checkpoint; before the engines that share GPUs with it.
         state, drawn = self._load_newest()
         self.drafting = Drafting(
             self.trainer, self.loaded, extensions.drafter, state, drawn.replay, self.supervised
@@ -180,7 +185,7 @@ class Session:
         return starting.engines.wait() if starting is not None else {}
 
     def _open_records(self, closing: ExitStack, state: Mapping[str, Any]) -> None:
-        """Open the records and the recorded trajectory."""
+        """Open the records and the trajectory that is recorded. This writes to the run directory."""
         self.records = Records(self.config, self.clock, self.done, self.main)
         closing.callback(self.records.close)
         self.records.logprob_gap.restore(state.get("logprob_gaps", []))
@@ -203,7 +208,7 @@ class Session:
 
         A drafter's schedule may update the drafter from earlier rollouts while engines generate.
         """
-        # `begin` starts the rollout in the background.
+        # A schedule that updates meanwhile calls `begin`, which starts the rollout in the background.
         begin = partial(self.rank0.ask, lambda rollouts: rollouts.begin(step))
         self.drafting.schedule.during_rollout(self.done, begin)
         while not self.rank0.ask(lambda rollouts: rollouts.collect(step)):
@@ -211,7 +216,7 @@ class Session:
             self.push()
         groups = self.rollouts.newest.groups if self.rollouts else []
         if dist.get_world_size() > 1:
-            groups = ranks.job().tell(groups)
+            groups = ranks.job().tell(groups)  # rank 0's; the others have []
         self._newest = ({}, groups)
         return groups
 
@@ -220,6 +225,7 @@ class Session:
         replay = self.loaded.replay
         assert replay is not None
         replay.load(self.trainer, step)
+        # After the load: an update during a rollout takes its hidden states from the policy that generates.
         self.drafting.schedule.during_rollout(self.done, lambda: None)
         return replay.recorded.groups(step)
 
@@ -244,38 +250,40 @@ class Session:
         """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
         samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
-        of_groups = [advantages(self.config.algorithm, longest, group) for group in groups]
-        values = [value for of_group in of_groups for value in of_group]
+        by_group = [advantages(self.config.algorithm, longest, group) for group in groups]
+        by_sample = [value for of_group in by_group for value in of_group]  # in the order of `samples`
         if self.loaded.prompts is not None and self.loaded.replay is None:
-            self.records.advantages(self.done, samples, of_groups)
+            self.records.advantages(self.done, samples, by_group)
+        # `observe` sets the draft vocabulary of this step, and tells the schedule of the rollouts.
         self.drafting.observe(groups)
         weights = self.drafting.weights(self.done, samples)
         updates = 1 if self.supervised else self.config.train.updates_per_rollout
         packed = []
         for part in mini_batches(groups, updates):
-            of_part = None if weights is None else weights[part]
+            weights_of_part = None if weights is None else weights[part]
             batches = micro_batches(
                 self.trainer,
                 samples[part],
-                values[part],
+                by_sample[part],
                 version=self.done + 1,
-                drafter_weights=of_part,
+                drafter_weights=weights_of_part,
                 supervised=self.supervised,
             )
             packed.append(batches)
         return packed
 
     def train_step(self, mini_batches: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
-        """Update policy and drafter on each mini-batch. Arguments and result as `updates.train_rollout`.
+        """Update policy and drafter on each mini-batch, and count the step. Arguments and result as `train_rollout`.
 
         Engines on the ranks' GPUs sleep from here until the next push.
         """
         if self.loaded.layout.colocated:
-            self.rank0.ask(lambda rollouts: rollouts.engines.sleep())
+            self.rank0.ask(lambda rollouts: rollouts.engines.sleep())  # first: the step needs their memory
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
             assert self.trainer.reference is not None
+            # with the reference's log-probs, to which KL is measured
             mini_batches = [self.trainer.reference.filled(batches) for batches in mini_batches]
         options["logprob_gap"] = self.records.logprob_gap.limit
         train = partial(train_rollout, self.trainer, mini_batches, **options)
@@ -285,10 +293,11 @@ class Session:
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
             metrics |= self._drift(groups)
-        # A skipped step counts, too: it may mean that an engine is wrong. A replay loads policies of its own.
+        # After a skipped step the policy is sent as well: the step may have been skipped because an engine has wrong
+        # weights. In a replay another policy may have been loaded.
         self._policy_changed |= trains_policy or self.loaded.replay is not None
         self._newest = (metrics, groups)
-        self._engine_metrics = {}
+        self._engine_metrics = {}  # `adapt` and `push` of this step fill it
         return metrics
 
     def _drift(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -309,13 +318,13 @@ class Session:
         Restarted engines join here. If no other engine is left, this waits for one.
         """
         if self.loaded.layout.colocated:
-            _free_memory(self.trainer)
+            _free_memory(self.trainer)  # first: an engine that wakes takes what is free
             self.rank0.ask(lambda rollouts: rollouts.engines.wake())
         while not self.rank0.attempt(self._push_once):
-            pass
+            pass  # no engine was left; `_push_once` waits for one that starts again
 
     def _push_once(self) -> None:
-        """Gather full tensors from all ranks while rank 0 sends them."""
+        """Gather full tensors from all ranks while rank 0 sends them. Collective."""
         with exporting(partial(self.trainer.export, live=True)) as source:
             if source is not None:
                 assert self.rollouts is not None
@@ -372,7 +381,10 @@ class Session:
         return options.drafter_only and settled
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`. Counts bad steps in a row."""
+        """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`, on rank 0. Counts bad steps in a row.
+
+        All ranks call this, because `checkpoint` stops the run by that count.
+        """
         samples = samples_of(groups)
         if self.rollouts is None or not samples:
             self.records.write(step, metrics)
@@ -393,6 +405,7 @@ class Session:
                 f"step {self.done}: {self.records.why_bad}; {bad_steps} steps in a row were skipped "
                 f"(train.max_bad_steps={options.max_bad_steps})"
             )
+        # Collective: a signal may have reached some ranks only, and all must stop at the same step.
         if reason := runtime.first_message(self.interruption.reason):
             self._stop(reason)
         if self.due(options.save_every):
@@ -402,7 +415,7 @@ class Session:
             write_result(self.loaded, self.trainer, self.records, f"hf-step-{self.done:06d}")
 
     def _stop(self, reason: str) -> NoReturn:
-        """Write a checkpoint, and the record of the last step if it has none, then raise RunStopped."""
+        """Write a checkpoint, and the record of the last step if it has none, then raise RunStopped. Collective."""
         if self.done > self.records.recorded:
             self.record(self.done - 1, *self._newest)
         code = self.interruption.exit_code
@@ -417,17 +430,20 @@ class Session:
         raise RunStopped(f"{reason}; the last good parameters are in {path}", code)
 
     def _save(self) -> Path:
-        """Write a checkpoint, and return its path. Raises SaveError."""
+        """Write a checkpoint, and return its path. Collective. Raises SaveError on every rank."""
         self._load_followed_policy()
         return self.saver.save(self.done, self._state)
 
     def _load_followed_policy(self) -> None:
-        """In a replay that follows a run, load the policy that the run had after as many steps."""
+        """In a replay that follows a run, load the policy that the run had after `done` steps.
+
+        A checkpoint or result must not hold the policy from before the step, which the replay has trained with.
+        """
         if self.loaded.followed is not None:
             self.loaded.followed.load(self.trainer, self.done)
 
     def _state(self) -> State:
-        """Return the state of all parts for a checkpoint; called on rank 0."""
+        """Return the state of all parts for a checkpoint, on rank 0. `_open` and what it calls read the same keys."""
         state, drafter_rollouts = self.drafting.state()
         state["accept_lengths"] = self.evaluation.accept_lengths
         state["logprob_gaps"] = self.records.logprob_gap.seen
@@ -435,8 +451,8 @@ class Session:
             state["data"] = self.loaded.data.order.state()
         if self.rollouts is None:
             return State(state, Drawn(replay=drafter_rollouts))
-        of_rollouts, drawn = self.rollouts.state(drafter_rollouts)
-        return State(state | of_rollouts, drawn)
+        rollout_values, drawn = self.rollouts.state(drafter_rollouts)
+        return State(state | rollout_values, drawn)
 
     def finish(self) -> None:
         """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
@@ -446,8 +462,11 @@ class Session:
 
 
 def _free_memory(trainer: Trainer) -> None:
-    """Return once no rank keeps memory that it does not use. An engine takes its share of what is free then."""
+    """Return once no rank keeps GPU memory that it does not use. Collective.
+
+    An engine that starts or wakes then takes its share of what is free on its GPU.
+    """
     for learner in trainer.learners().values():
         learner.release_memory()
     torch.cuda.empty_cache()
-    ranks.job().wait()
+    ranks.job().wait()  # an engine's GPU may be another rank's, too

@@ -105,8 +105,8 @@ class FreshLearner(DrafterSchedule):
             # `tell` is collective: every rank calls it after every update, and gets rank 0's answer
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
-        # Each update has set a prediction of the next rollout's acceptance. It is too high, because the drafter has
-        # seen these texts before; that of the policy's step is kept.
+        # Each update has set a prediction of the next rollout's acceptance. The one of the policy's step is kept:
+        # there the drafter had not learnt from these texts yet.
         self._trainer.prediction = prediction
         if self._ended(step + 1):  # they would only make checkpoints larger
             self._rollouts = []

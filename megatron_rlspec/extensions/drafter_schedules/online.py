@@ -102,7 +102,7 @@ class OnlineLearner(DrafterSchedule):
             metrics |= self._metrics_during_rollout
             self._metrics_during_rollout = {}
             if rollout_seconds is not None:  # on rank 0, which writes the record
-                # An update in the shadow of the rollout costs the run no time; what exceeds it is added.
+                # The update ran beside the rollout: only its seconds beyond the rollout's cost the run time.
                 spent = self.seconds if self.last_update == step else 0.0
                 hidden = min(spent, rollout_seconds)
                 metrics |= {
@@ -121,7 +121,7 @@ class OnlineLearner(DrafterSchedule):
         """Update the drafter after the policy's step, with hidden states of the policy as it is then."""
         prediction = self.trainer.prediction  # as the policy's step left it; None if the drafter did not run there
         if self.load_policy is not None:
-            self.load_policy(step + 1)  # "as it is then", in a replay: the recorded run's policy after this step
+            self.load_policy(step + 1)  # in a replay the recorded run has the policy after this step
         metrics = self._update(step)
         metrics["drafter/seconds_added"] = self.seconds
         # The update predicts the acceptance on the rollouts that it learns from. For the next rollout that counts only
