@@ -31,10 +31,10 @@ Named = Mapping[str, RolloutEngine]
 
 
 class RunDraftRule(DraftRule):
-    """The rule or configuration of a run's engines.
+    """The speculation rule or fixed configuration of a run's engines.
 
     drafts  whether engines speculate
-    chain   draft steps of a canary
+    chain   drafts per round of a canary; 0 without speculation
     """
 
     def __init__(self, config: Config, learning: Learning) -> None:
@@ -51,8 +51,9 @@ class RunDraftRule(DraftRule):
         """Learn from the rounds and rule reports of a rollout, and take the trainer's `prediction` of the next one.
 
         The rounds also score the prediction of the step before. `delivered` is the tokens that a round delivered to a
-        sample, on average. Writes the present rule to the run directory. Returns metrics.
+        sample, on average. Writes the present rule to `run_dir/spec_rule.json`. Returns metrics.
         """
+        # In this order: `observe` compares the rounds with the old prediction and drops it, `expect` sets the new one.
         metrics = self.observe(rounds, reports, delivered) | self.learning.expect(prediction)
         files.write(self._rule_file, json.dumps(self.learning.rule()))
         return metrics
@@ -63,6 +64,9 @@ class Engines:
 
     pool    generates; it has the engines that serve, by name
     health  pushes to these engines, and checks them
+
+    `restart` is called from any thread that sees an engine fail; the other methods by the run's main thread, or in a
+    rollout by that of `Rollouts`.
     """
 
     def __init__(
@@ -79,18 +83,19 @@ class Engines:
     ) -> None:
         """Take over engines that have started.
 
-        starting   starts lost engines again, at most `rollout.restarts` times
-        drafter    names of the drafter's tensors
-        canary     prompts, of which every engine answers the first ones after a push
+        starting   starts lost engines again, together at most `rollout.restarts` times
+        drafter    Hugging Face names of the drafter's tensors
+        canary     prompts, of which every engine answers the first `CANARY_PROMPTS` after a push
         migration  an extension that moves running samples; None: samples stay where they began
         """
         rollout = config.rollout
-        # A single engine in this process has a queue of its own. The round in which a sample begins then does not
-        # depend on threads, nor does what unfinished samples have when a batch is full.
+        # The embedded engine has a queue of its own, so it gets all requests at once (0). Then the round in which a
+        # sample begins does not depend on threads, nor does how far unfinished samples are when a batch is full.
         alone = rollout.engine == "embedded"
         in_flight = 0 if alone else rollout.max_running_requests
         self.pool = EnginePool(named, in_flight, self.restart, continues=alone or config.keyed)
         self.health = Health(
+            # Without training the trainer has no drafter to send; engines keep that of model.path.
             Pusher(self.pool.engines, frozen=() if config.drafter.train else drafter),
             drafter.__contains__,
             self.speculate if speculation.drafts else None,
@@ -104,14 +109,14 @@ class Engines:
         self._recorder = recorder
         self._restarts = Restarts(starting.again, rollout.restarts)
         self._migration = migration
-        # engine that has no event yet -> number of its restart
+        # by lost engine, the number of its restart (0: none is left), until `record_losses` has written its event
         self._restarting: dict[str, int] = {}
         self._restarted = 0  # engines, since the last `restarted`
-        self._asleep = False
+        self._asleep = False  # between `sleep` and `wake`
 
     def close(self) -> None:
-        """End the engines, which ends a running rollout."""
-        self._restarts.close()
+        """End the engines that this run started, which ends a running rollout."""
+        self._restarts.close()  # first: no engine may start any more
         self._starting.close()
 
     # ---- speculation ------------------------------------------------------------------------------------------------
@@ -124,7 +129,7 @@ class Engines:
             self.pool.drop(name, error)
 
     def rounds(self) -> tuple[Rounds, Reports]:
-        """Return each engine's rounds since the last call, and the engines' reports of an adaptive rule."""
+        """Return each engine's rounds since the last call, and the reports of their rules. Engines forget both."""
         rounds, reports = self._speculation.gather(self.pool.everywhere)
         if self._migration is not None:
             self._migration.observe(rounds)
@@ -133,14 +138,14 @@ class Engines:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Let every engine release its memory. The next push wakes them, and sends them all tensors.
+        """Let every engine release its memory. After `wake` the next push sends them all tensors.
 
         Waits for engines that are starting, and adds them. Raises EngineError if no engine is left then.
         """
         if self._asleep:  # a warm start takes several steps before a push
             return
         if self._restarts.pending:
-            # Engines that are starting would take the step's memory.
+            # Engines that are starting would take the step's memory, and cannot sleep before they answer.
             self._restarts.settle()
             self.record_losses()
             self._add_restarted()
@@ -148,12 +153,13 @@ class Engines:
         self._asleep = True
 
     def wake(self) -> None:
-        """Let engines that sleep take their memory back."""
+        """Let engines that sleep take their memory back. They have lost their weights."""
         if not self._asleep:
             return
-        self._asleep = False  # before an engine may fail: one that replaces it is awake
+        # Before a call that can fail: an engine that is started in place of a failed one is awake.
+        self._asleep = False
         for name in self.pool.engines:
-            self.health.pusher.forget(name)
+            self.health.pusher.forget(name)  # so that the next push sends it all tensors
         self.pool.everywhere(lambda engine: engine.wake())
 
     def push(
@@ -162,17 +168,22 @@ class Engines:
         """Send the tensors of `source` to every engine and check the engines. Returns metrics.
 
         hot_tokens  the ids that drafts are chosen from, from now on; None: no change
-        scope       "drafter" if the policy is as the engines have it. Engines that never got it are sent all tensors
+        scope       "drafter" if the policy has not changed since the last push, else "all". If an engine does not have
+                    that policy, all engines are sent all tensors
 
-        Raises HealthError if weights stay wrong, and EngineError if no engine is left and none can be restarted.
+        Raises HealthError if the weights of all engines stay wrong, EngineError if no engine is left and none can be
+        restarted, and PushError as `Pusher.push`.
         """
         self.record_losses()
         self._add_restarted()
+        # Before the weights, whose update renews the head over these tokens.
         if hot_tokens is not None:
             self.pool.everywhere(lambda engine: engine.set_draft_vocabulary(hot_tokens))
         try:
             report = self._speculation.push(self.health, version, source, scope)
         except HealthError:
+            # An engine that ended is dropped, which starts it again. `drop` raises EngineError for the last engine,
+            # and then the run waits for the restart (`Rank0.attempt`). Otherwise the HealthError ends the run.
             for name, engine in list(self.pool.engines.items()):
                 if not engine.alive:
                     self.pool.drop(name, EngineError(f"{engine}: it ended during a push"))
@@ -186,7 +197,7 @@ class Engines:
 
     @property
     def awaited(self) -> bool:
-        """Return whether no engine is left, but one is restarting."""
+        """Return whether no engine is left, but one is starting again."""
         return not self.pool.engines and self._restarts.pending
 
     def restarted(self) -> int:
@@ -197,6 +208,7 @@ class Engines:
     def record_losses(self) -> None:
         """Write one event for each engine that the pool has dropped."""
         failures = self.pool.take_failures()
+        # Each event says how many engines were left after that loss.
         remaining = len(self.pool.engines) + len(failures)
         for name, reason in failures.items():
             remaining -= 1
@@ -207,12 +219,15 @@ class Engines:
             self._recorder.event("engine", message, engine=name)
 
     def restart(self, name: str) -> None:
-        """Restart an engine that the pool has dropped, if this run started it. The pool's `lost` calls this."""
+        """Start an engine that the pool has dropped again, if this run had started it. The pool calls this (`lost`)."""
         if name in self._starting.own:
             self._restarting[name] = self._restarts.lost(name)
 
     def _add_restarted(self) -> None:
-        """Add restarted engines that answer. Waits for one if no other is left. Raises EngineError."""
+        """Add restarted engines that answer. Waits for one if no other is left.
+
+        Raises EngineError if then no engine is left. A push must follow: new engines have the weights of model.path.
+        """
         for name, engine in self._restarts.back(block=not self.pool.engines).items():
             if isinstance(engine, EngineError):
                 self._recorder.event("engine", f"{name}: not started again: {engine}", engine=name)

@@ -1,6 +1,8 @@
 """What a run reads, with the checks that need the model or the machine; and the parts of a run, built from it.
 
-`inputs.py` has checked before this, without heavy imports, that the files are there and can be read.
+In the order of a run: `settle` fills in options that the user left open, `load` reads and checks, then `session.py`
+calls `start_rollouts`, `build_trainer` and `build_rollouts`. Before all this `inputs.py` has checked, without heavy
+imports, that the files are there and can be read.
 """
 
 from __future__ import annotations
@@ -43,17 +45,18 @@ from megatron_rlspec.types import Prompt
 
 @dataclass(frozen=True)
 class Loaded:
-    """The same on every rank.
+    """What a run has read. The same on every rank, but for `layout`, which is of the rank's node.
 
-    hf_config   of the policy, with the EAGLE-3 drafter's under `DRAFTER`
-    tensors     of both, read when they are asked for
-    eagle3_ids  token ids that an EAGLE-3 drafter drafts from, `[S] int64`; None for another drafter
+    hf_config   config.json of the policy, with the EAGLE-3 drafter's under the key `DRAFTER`, if there is one
+    tensors     of both by Hugging Face name, read from disk at each access
+    eagle3_ids  token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`; None for another drafter
     layout      which GPUs the ranks of this node and the engines have
     vocabulary  counts tokens for the draft vocabulary; None: drafts are chosen from all tokens
     data        prompts, or the demonstrations of a warm start; None for a replay, which has recorded rollouts
     held_out    prompts of evaluations by the name of their set (`DataConfig.evaluated`)
-    replay      the recorded run that `rlspec replay` follows
-    identity    digests of what a resumed run must share with the run that wrote its checkpoint, by names of options
+    replay      the recorded run of `rlspec replay`; None in other runs
+    identity    digests of what a resumed run must share with the run that wrote its checkpoint, by names of options;
+                `Saver` compares them
     """
 
     hf_config: dict[str, Any]
@@ -79,7 +82,7 @@ class Loaded:
 
     @property
     def followed(self) -> Replay | None:
-        """Return the recorded run whose policies and rollouts the steps have; None in other runs."""
+        """Return the recorded run if each step takes policy and rollouts from it (`Replay.follows`), else None."""
         return self.replay if self.replay is not None and self.replay.follows else None
 
 
@@ -90,6 +93,7 @@ def load(config: Config, command: Command) -> Loaded:
     """
     check_machine()
     generates = config.generates(command)
+    # Import the user's functions now: a mistake in them ends the run before it has begun.
     for option, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
@@ -113,7 +117,7 @@ def load(config: Config, command: Command) -> Loaded:
         with_answers = reading._replace(longest=config.model.max_length)
         rows = Demonstrations(config.sft.path, with_answers, config.sft)
         check_ids(rows.held_out, hf_config["vocab_size"])
-    elif generates:
+    elif generates:  # also a replay that keeps one policy
         rows = Prompts(config.data.path, reading, config.rollout.prompts_per_step)
     if rows is not None:
         check_ids(rows.rows, hf_config["vocab_size"])
@@ -152,10 +156,10 @@ def build_trainer(config: Config, loaded: Loaded, supervised: bool) -> Trainer:
         trainer.set_draft_vocabulary(loaded.eagle3_ids.numpy())
     if loaded.replay is not None:
         loaded.replay.load(trainer, loaded.replay.first)
-        return trainer
+        return trainer  # the policy is not trained, so nothing is compared with a reference
     measures_drift = config.train.drift_every and not supervised
     if config.algorithm.kl_coef or measures_drift:
-        # The reference has the weights of model.path, also when a checkpoint is loaded next.
+        # Here, before a checkpoint is loaded: the reference has the weights of model.path.
         trainer.keep_reference()
     return trainer
 
@@ -163,7 +167,7 @@ def build_trainer(config: Config, loaded: Loaded, supervised: bool) -> Trainer:
 def start_rollouts(config: Config, loaded: Loaded, extensions: Extensions) -> StartingRollouts:
     """Connect to engines that run already, and start reward workers, on rank 0.
 
-    Raises ConfigError.
+    Raises ConfigError if no engine answers at one of `rollout.urls`, or the reward cannot be loaded.
     """
     kind = extensions.kind(config.rollout.engine)
     migration = None
@@ -173,7 +177,8 @@ def start_rollouts(config: Config, loaded: Loaded, extensions: Extensions) -> St
         learning(config, loaded.hf_config),
         kind.start(config, Path(config.train.run_dir), loaded.layout),
         migration,
-        rewards.Scorer(config.reward),  # last: nothing else has to be ended
+        # Last: it starts processes, and if something after it raised, nobody would end them.
+        rewards.Scorer(config.reward),
     )
 
 
@@ -185,15 +190,16 @@ def build_rollouts(
     recorder: Recorder,
     cancelled: threading.Event | None = None,
 ) -> Rollouts:
-    """Put together the rollouts of a run, on rank 0. Raises EngineError if no engine is left.
+    """Put together the rollouts of a run, on rank 0, from its started parts.
 
-    named      the result of `started.engines.wait()`
+    named      engines by name: the result of `started.engines.wait()`
     cancelled  when it is set, rollouts end with RolloutCancelledError
     """
     held_out: dict[str, Sequence[Prompt]] = {}
     for name, prompts in loaded.held_out.items():
         recorder.event("data", prompts.summary)
         held_out[name] = prompts.rows
+    # Of data.eval_path (its set has the name ""), else those that are trained on.
     canary = held_out.get("") or (loaded.prompts.rows if loaded.prompts else [])
     speculation = RunDraftRule(config, started.learning)
     engines = Engines(
@@ -229,7 +235,7 @@ def build_rollouts(
 def check_machine() -> None:
     """Raise ConfigError if the ranks cannot run on this machine."""
     gpus = torch.cuda.device_count()
-    if gpus and not torch.cuda.is_available():
+    if gpus and not torch.cuda.is_available():  # the driver shows GPUs, but CUDA does not start
         raise ConfigError(
             f"torch {torch.__version__} cannot use the {gpus} GPUs of this machine; `rlspec doctor --gpu` says why. "
             "With an empty CUDA_VISIBLE_DEVICES the CPU computes"
@@ -242,7 +248,10 @@ def check_machine() -> None:
 def place(
     config: Config, hf_config: Mapping[str, Any], tensors: LazyTensors
 ) -> placement.GpuLayout:
-    """Return which GPUs the ranks of this node and the engines have. Raises ConfigError if that does not fit."""
+    """Return which GPUs the ranks of this node and the engines have; an empty layout if the run starts no engines.
+
+    Raises ConfigError if that does not fit.
+    """
     if config.rollout.engine != "sglang" or config.rollout.urls:
         return placement.GpuLayout()
     gpus = placement.devices(os.environ, torch.cuda.device_count())
@@ -259,10 +268,10 @@ def place(
 
 
 def fit_here(hf_config: Mapping[str, Any], tensors: LazyTensors) -> Fit:
-    """Return how a model fits the GPUs of this node, of which there is at least one, and the ranks of the job."""
+    """Return the `Fit` of a model on the GPUs of this node, of which there must be one, beside the ranks of the job."""
     machine = Hardware(
         gpus=len(placement.devices(os.environ, torch.cuda.device_count())),
-        gpu=torch.cuda.get_device_properties(0).total_memory,
+        gpu=torch.cuda.get_device_properties(0).total_memory,  # bytes; all GPUs are taken to be alike
         ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         world=int(os.environ.get("WORLD_SIZE", "1")),
         hopper=torch.cuda.get_device_capability(0)[0] == 9,
@@ -272,7 +281,11 @@ def fit_here(hf_config: Mapping[str, Any], tensors: LazyTensors) -> Fit:
 
 
 def settle(config: Config, command: Command, engines_open: bool) -> Config:
-    """Return the configuration with what it leaves to the run; rank 0 prints the choices. On a CPU nothing changes.
+    """Return the configuration with the options that it leaves to the run; rank 0 prints the choices.
+
+    Without a GPU nothing changes. All ranks must choose alike: the choice follows from model, options and machine.
+
+    engines_open  whether the user left number and size of the engines open (`inputs.leaves_engines_open`)
 
     Raises ConfigError if a trainer rank does not fit its GPU.
     """
@@ -288,7 +301,7 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
             print(f"rlspec {command}: {line}", flush=True)
-    if not launches:  # with engines of its own, the placement checks it
+    if not launches:  # else `place` checks it, with the engines' share
         room = step_room(fit.machine.gpu)
         check_rank(fit.rank(config), room, "a trainer rank, by estimate,")
     return config
@@ -297,7 +310,7 @@ def settle(config: Config, command: Command, engines_open: bool) -> Config:
 def draft_vocabulary(
     config: Config, hf_config: Mapping[str, Any], tokenizer: Any
 ) -> DraftVocabulary | None:
-    """Return the counts that choose the draft vocabulary; None if drafts are chosen from all. Raises ConfigError."""
+    """Return the `DraftVocabulary` of a run; None if drafts are chosen from all tokens. Raises ConfigError."""
     size = config.drafter.vocabulary
     if not size:
         return None
@@ -311,7 +324,7 @@ def draft_vocabulary(
 def _announcement(
     command: str, config: Config, hf_config: Mapping[str, Any], generates: bool
 ) -> str:
-    """Return the line that says what is being loaded."""
+    """Return the line for the terminal that says what is being loaded."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     ranks = os.environ.get("WORLD_SIZE", "1")
     place = "GPUs" if torch.cuda.is_available() else "the CPU"

@@ -6,11 +6,12 @@ rollouts and without a backward pass of the policy (`rlspec replay`).
 `trajectory/step-000012.safetensors` holds what step 12 starts from:
 
     policy/NAME            a full tensor under its Hugging Face name
-    at/NAME, to/NAME       or, if that is smaller, the positions and the new values of the elements that changed since
-                           the file before. A tensor without any change is left out
+    at/NAME, to/NAME       or, if that is smaller: the positions in the flat tensor, int32 or int64, and the new values
+                           of the elements that changed since the file before. A tensor without any change is left out
     rollouts               `wire.encode` of the step's groups, as bytes; absent after the last step
 
-Every tensor has a checksum, and a file appears whole or not at all. Each file names its run.
+Every tensor has a checksum, and a file appears whole or not at all (`models/tensor_file.py`). Each file names its run.
+`TrajectoryWriter` and `_difference` write this format, `Trajectory` reads it.
 """
 
 from __future__ import annotations
@@ -36,35 +37,39 @@ from megatron_rlspec.types import Group
 
 FOLDER = "trajectory"
 ROLLOUTS = "rollouts"
-_NOTE = "rlspec.trajectory"  # key in a file's metadata
-# by bytes of an element
+_NOTE = "rlspec.trajectory"  # key in a file's metadata; its value is the name of the run
+# an integer type by the bytes of an element, to compare floats bit by bit
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def file_of(run_dir: Path, step: int) -> Path:
-    """Return the path of what `step` starts from."""
+    """Return the file that holds what `step` starts from."""
     return run_dir / FOLDER / f"step-{step:06d}.safetensors"
 
 
 class TrajectoryWriter:
-    """Record a run from step `done` on, in at most `limit` bytes. It holds one copy of the policy.
+    """Records a run from step `done` on, in at most `limit` bytes. Keeps one copy of the policy in memory.
 
-    ended  why nothing more is recorded; "" while recording goes on. A trajectory has no gaps: files of `done` and later
-           steps are removed first, and if earlier ones are missing nothing is recorded
+    ended  why nothing more is recorded; "" while recording goes on
     """
 
     def __init__(self, run_dir: Path, limit: int, done: int) -> None:
+        """Remove the files of `done` and later steps, which will be trained again.
+
+        A trajectory has no gaps: if a file of an earlier step is missing, nothing is recorded.
+        """
         self.run_dir = run_dir
         self.limit = limit
         self.ended = ""
         self._run = ""
-        self._newest: dict[str, Tensor] = {}  # the policy as of the newest file
-        # from a process that was killed during a write
-        for left in (run_dir / FOLDER).glob(".*.partial"):
-            left.unlink()
+        # The policy as of the newest file. Empty after a resume, so the next file has all tensors in full.
+        self._newest: dict[str, Tensor] = {}
+        # A process that was killed during a write has left these.
+        for partial in (run_dir / FOLDER).glob(".*.partial"):
+            partial.unlink()
         recorded = list((run_dir / FOLDER).glob("step-*.safetensors"))
         for file in recorded:
-            if file >= file_of(run_dir, done):
+            if file >= file_of(run_dir, done):  # paths compare as texts, and numbers have a fixed width
                 file.unlink()
         self._bytes = 0
         for step in range(done):
@@ -78,9 +83,12 @@ class TrajectoryWriter:
     def write(
         self, step: int, policy: Iterable[tuple[str, Tensor]], groups: Sequence[Group] = ()
     ) -> str:
-        """Write what `step` starts from. Returns a line for the first step and for the last that fits, else "".
+        """Write what `step` starts from. Returns a line for an event at step 0 and when the limit is reached, else "".
 
-        `policy` yields full tensors; `groups` are the step's rollouts, none after the last step. Raises OSError.
+        policy  full tensors by Hugging Face name. They are kept and compared at the next call, so they must be copies
+        groups  the step's rollouts; none after the last step
+
+        Raises OSError.
         """
         new = dict(policy)
         stored = _difference(self._newest, new)
@@ -95,7 +103,7 @@ class TrajectoryWriter:
                 f"recording ends before step {step + 1}: it needs {_gib(size)} more, and {_gib(self._bytes)} of "
                 f"train.record_gib={self.limit / 2**30:g} are used; {max(0, step - 1)} steps can be replayed"
             )
-            self._newest = {}
+            self._newest = {}  # frees the memory
             return self.ended
         path = file_of(self.run_dir, step)
         path.parent.mkdir(exist_ok=True)
@@ -107,16 +115,16 @@ class TrajectoryWriter:
 
 
 class Trajectory:
-    """Read a recorded run. Raises CheckpointError for a run without a trajectory, and for missing or damaged files.
+    """Reads a recorded run. Every method raises CheckpointError for missing or damaged files.
 
-    run    its name: a random number, which only this run has
+    run    the run's name: a random number, which no other run has
     steps  how many steps can be replayed: those with the policy before and after them
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self._policy: dict[str, Tensor] = {}
-        self._at = -1
+        self._policy: dict[str, Tensor] = {}  # the full policy before step `_step`
+        self._step = -1
         files = len(list((run_dir / FOLDER).glob("step-*.safetensors")))
         if not files:
             raise CheckpointError(
@@ -141,41 +149,48 @@ class Trajectory:
             raise CheckpointError(f"{path}: {ROLLOUTS}: {error}") from None
 
     def policy(self, step: int) -> Mapping[str, Tensor]:
-        """Return the full policy before `step`, valid until the next call. Ascending steps read each file once."""
-        if step < self._at:
-            self._at = -1
+        """Return the full policy before `step`, by Hugging Face name.
+
+        The next call changes its tensors in place. Ascending steps read each file once; an earlier step begins anew at
+        the first file.
+        """
+        if step < self._step:
+            self._step = -1
             self._policy = {}
-        while self._at < step:
-            self._at += 1
-            self._apply(file_of(self.run_dir, self._at))
+        while self._step < step:
+            self._step += 1
+            self._apply(file_of(self.run_dir, self._step))
         return self._policy
 
     def _apply(self, path: Path) -> None:
+        """Bring the policy to the step of this file, from that of the file before."""
         with TensorFile(path) as file:
             for key in file:
                 kind, _, name = key.partition("/")
                 if kind == "policy":
-                    self._policy[name] = file[key].clone()  # later files change it
+                    self._policy[name] = file[key].clone()  # later files change it in place
                 elif kind == "at":
                     self._policy[name].view(-1)[file[key].long()] = file[f"to/{name}"]
 
 
 class Replay:
-    """The recorded run that a drafter is trained along. Every rank reads it.
+    """The recorded run along which `rlspec replay` trains a drafter. Every rank reads it.
 
     follows   whether the policy and the rollouts of every step are the recorded ones. If not, the policy stays the one
-              of `replay.policy_step`, and engines generate with it
-    first     step of the policy that the replay begins with
-    recorded  what was recorded, with the rollouts of each step
+              before step `replay.policy_step`, and engines generate with it
+    first     step before which the replay's first policy was recorded
+    recorded  reads the recorded files
     """
 
     def __init__(
         self, options: ReplayConfig, model_path: str, steps: int, tensors: LazyTensors
     ) -> None:
-        """Open `replay.run`. Raises CheckpointError if model.path is not what it began with, or it is too short.
+        """Open `replay.run`.
 
         steps    of the replay
         tensors  of model.path
+
+        Raises CheckpointError if model.path is not what the run began with, ConfigError if the run is too short.
         """
         self.follows = options.policy_step < 0
         self.first = max(0, options.policy_step)
@@ -185,15 +200,15 @@ class Replay:
                 raise CheckpointError(
                     f"model.path={model_path}: {name} differs from what {options.run} began with"
                 )
-        asked = steps if self.follows else options.policy_step
-        if asked > self.recorded.steps:
+        needed = steps if self.follows else options.policy_step
+        if needed > self.recorded.steps:
             name = "train.steps" if self.follows else "replay.policy_step"
             raise ConfigError(
-                f"{name}={asked}, but {options.run} has {self.recorded.steps} recorded steps"
+                f"{name}={needed}, but {options.run} has {self.recorded.steps} recorded steps"
             )
 
     def load(self, trainer: Trainer, step: int) -> None:
-        """Load the policy that the recorded run had before `step`. The drafter stays."""
+        """Load the policy that the recorded run had before `step`. The drafter and its optimizer stay. Collective."""
         trainer.load_hf(self.recorded.policy(step), fresh_drafter=True)
 
 
@@ -215,8 +230,9 @@ class TrajectoryRecording:
     def record(self, step: int, groups: Sequence[Group] = ()) -> None:
         """Write the present policy, and the rollouts that `step` trains on; none after the last step. Collective."""
         writer = self._writer
+        # Rank 0's answer decides, because the export below is a call of all ranks.
         if not ranks.job().tell(writer is not None and not writer.ended):
-            return  # the bytes of train.record_gib are used
+            return
         with self._records.clock("record"), exporting(self._trainer.export) as source:
             if source is None or writer is None:
                 return
@@ -226,17 +242,21 @@ class TrajectoryRecording:
 
 
 def _run_of(run_dir: Path) -> str:
-    """Return the name of the run that recorded the first step here. Raises CheckpointError."""
+    """Return the name of the run that recorded the first file of `run_dir`. Raises CheckpointError."""
     with TensorFile(file_of(run_dir, 0)) as file:
         return file.notes.get(_NOTE, "")
 
 
 def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what leads from `old` to `new`, bit for bit, as the file stores it."""
+    """Return what leads from `old` to `new`, bit for bit, under the names that the file gives it.
+
+    old  the policy of the file before; a tensor that it lacks is stored in full
+    """
     stored = {}
     for name, tensor in new.items():
         flat = tensor.reshape(-1)
         if name in old:
+            # As integers: -0.0 equals 0.0 as a float, and NaN does not equal itself.
             bits = _INTEGERS[tensor.element_size()]
             changed = flat.view(bits) != old[name].reshape(-1).view(bits)
             positions = changed.nonzero()[:, 0]
