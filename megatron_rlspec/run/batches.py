@@ -17,24 +17,29 @@ from megatron_rlspec.types import Group, PackedBatch, Sample
 
 
 def advantages(algorithm: AlgorithmConfig, longest: int, group: Group) -> list[float]:
-    """Return the advantage of every sample of a group.
+    """Return the advantage of every sample of a group, in their order.
 
     longest  tokens that a response may have (rollout.max_new_tokens)
     """
-    shaped = []
+    shaped = []  # rewards, with the penalty of responses that are too long
     for sample in group.samples:
         length = len(sample.response)
         penalty = grpo.overlong_penalty(length, max_length=longest, zone=algorithm.overlong_tokens)
         shaped.append(sample.reward + penalty)
-    known = [not rewards.failed(sample) for sample in group.samples]
+    # A failed reward is 0 in `sample.reward`. It must not enter the group's mean.
+    succeeded = [not rewards.failed(sample) for sample in group.samples]
     if custom.is_function(algorithm.advantage):
         function = custom.load("algorithm.advantage", algorithm.advantage)
-        return grpo.own_advantages(function, group.samples, shaped, known, algorithm).tolist()
-    return grpo.advantages(shaped, normalise_std=algorithm.normalise_std, known=known).tolist()
+        return grpo.own_advantages(function, group.samples, shaped, succeeded, algorithm).tolist()
+    return grpo.advantages(shaped, normalise_std=algorithm.normalise_std, known=succeeded).tolist()
 
 
 def mini_batches(groups: Sequence[Group], updates: int) -> list[slice]:
-    """Divide the samples of a step, in the order of groups, into `updates` parts of whole groups; none is empty."""
+    """Divide the samples of a step into `updates` parts of whole groups, fewer if there are fewer groups.
+
+    Returns slices of `samples_of(groups)`, none of them empty.
+    """
+    # index of the first sample after each group
     ends = np.cumsum([len(group.samples) for group in groups])
     parts = []
     first = 0
@@ -55,13 +60,17 @@ def micro_batches(
     depth: int = 0,
     supervised: bool = False,
 ) -> list[PackedBatch]:
-    """Return this rank's micro-batches.
+    """Return this rank's micro-batches of one optimizer step.
 
+    All ranks must pass the same samples: each packs all of them and takes its share, without communication.
+
+    samples          of all ranks
     advantages       of each sample; None: 0
-    version          of the policy that trains on them; of use where samples of older versions are trained on
-    drafter_weights  of each sample; None: 1
+    version          of the policy that trains on them, for `PackedBatch.staleness`
+    drafter_weights  of each sample, `[n]`; None: 1
     depth            drafts of each position; 0: drafter.depth
-    supervised       no policy of the run has drawn them; the loss is a mean over all tokens, whatever [algorithm] says
+    supervised       whether these are demonstrations, which no policy of the run has sampled. The loss is then a mean
+                     over all tokens, whatever [algorithm] says
     """
     config = trainer.config
     parallel = config.parallel
@@ -71,9 +80,10 @@ def micro_batches(
         drafter_weights=drafter_weights,
         depth=depth or config.drafter.depth,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+        # Without older samples staleness would be 0 everywhere, so the batches do not have it.
         version=version if config.rollout.oldest and not supervised else None,
         aggregation="token" if supervised else config.algorithm.aggregation,
         constant_length=config.rollout.max_new_tokens,
         **runtime.placement(),
-        multiple=parallel.tensor if parallel.sequence else 1,
+        multiple=parallel.tensor if parallel.sequence else 1,  # sequence parallelism splits tokens over these ranks
     )

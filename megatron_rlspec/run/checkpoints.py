@@ -1,7 +1,8 @@
-"""The checkpoints of a run directory: save a run as a whole one, and resume from the newest.
+"""The checkpoints of a run directory: write them, and resume from the newest.
 
-`checkpoints/step-000012/` is the trainer's (`train/checkpoint.py`), and is renamed into place last: where it exists,
-the checkpoint is whole. `step-000012.state` holds all else (`state_file.py`).
+A checkpoint after 12 steps has two parts: the directory `checkpoints/step-000012/`, which `train/checkpoint.py` writes,
+and the file `checkpoints/step-000012.state` with all else (`state_file.py`). The directory is renamed into place last:
+where it exists, the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ class Checkpoints:
         self.folder = run_dir / "checkpoints"
 
     def path(self, step: int) -> Path:
-        """Return the path of the trainer's directory after `step` optimizer steps."""
+        """Return the path of the trainer's directory after `step` steps."""
         return self.folder / f"step-{step:06d}"
 
     def whole(self) -> list[Path]:
-        """Return the whole checkpoints, the oldest first. A copy that a user named otherwise is none."""
+        """Return the directories of complete checkpoints, the oldest first.
+
+        A directory whose name ends otherwise than in a number, such as a user's copy, is left out.
+        """
         folders = sorted(self.folder.glob("step-*/"))
         return [path for path in folders if path.name.removeprefix("step-").isdecimal()]
 
@@ -48,8 +52,9 @@ class Checkpoints:
         """Remove all but the newest `KEPT`, and what an unfinished write left."""
         for old in self.whole()[:-KEPT]:
             shutil.rmtree(old)
-        for left in self.folder.glob(".step-*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for partial in self.folder.glob(".step-*"):
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+        # After the directories: a state without its directory belongs to no checkpoint.
         for file in self.folder.glob(f"step-*{SUFFIX}"):
             if not file.with_suffix("").exists():
                 file.unlink()
@@ -58,7 +63,7 @@ class Checkpoints:
 class Saver:
     """Writes checkpoints of the trainer and of the run. Every rank holds one.
 
-    saved  steps of the newest checkpoint that this process wrote or loaded
+    saved  how many steps the newest checkpoint has that this process wrote or loaded; 0: it did neither
     """
 
     def __init__(self, trainer: Trainer, digests: Mapping[str, str]) -> None:
@@ -70,11 +75,11 @@ class Saver:
         self._identity = dict(digests)
 
     def load_newest(self, steps: int) -> State:
-        """Load the newest checkpoint into the trainer. Returns the run's state and groups, empty without a checkpoint.
+        """Load the newest checkpoint into the trainer. Collective. Returns the run's state, empty without a checkpoint.
 
         Raises CheckpointError for a checkpoint after more than `steps` steps, of another model, of other data or of
         another version of the package, whose seeds and state can differ, and for one whose samples are too old for
-        the options of now.
+        the present options.
         """
         checkpoints = self._checkpoints.whole()
         if not checkpoints:
@@ -107,9 +112,12 @@ class Saver:
         return State(state, drawn)
 
     def save(self, done: int, state: Callable[[], State]) -> Path:
-        """Write a checkpoint, unless this step has one, and return its path. Raises SaveError on every rank.
+        """Write a checkpoint, unless this step has one, and return its path. Collective.
 
-        The state is written first, so a checkpoint with the trainer's directory is complete.
+        done   steps of the run
+        state  is called on rank 0
+
+        Raises SaveError on every rank.
         """
         path = self._checkpoints.path(done)
         if self.saved == done:
@@ -121,10 +129,12 @@ class Saver:
             state_file.write(state_file.of(path), values, drawn)
 
         try:
+            # The state first: where the trainer's directory exists, a checkpoint is complete.
             if error := on_all_ranks(write_state, self._main):
                 raise SaveError(error)
             self._trainer.save(path)
         finally:
+            # Also after an error: the state of an unfinished checkpoint goes.
             if self._main:
                 self._checkpoints.prune()
         self.saved = done

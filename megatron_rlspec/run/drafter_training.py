@@ -13,22 +13,25 @@ from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# With drafter.share=auto, the part of a step's tokens that the drafter learns from, and the fewest tokens. From a
-# quarter of 32 short samples a drafter learnt a third of what it learnt from all of 128.
+# With drafter.share=auto the drafter learns from this part of a step's tokens, but from LEAST_TOKENS at least: a
+# quarter of a small step teaches too little (docs/staleness.md).
 SHARE = 0.25
 LEAST_TOKENS = 2048
 
 
 def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[int]) -> np.ndarray:
-    """Return which of a step's samples the drafter learns from, `[samples]` float32 of 0 and 1; at least one.
+    """Return which of a step's samples the drafter learns from, `[samples]` float32: 1 if it does, else 0.
+
+    At least one is chosen. The choice follows from the arguments, so all ranks choose the same.
 
     lengths  tokens of each sample
-    share    part of the samples; None: chosen by their tokens
+    share    part of the samples; None: as many as have `SHARE` of the tokens, or `LEAST_TOKENS`
     """
     order = np.random.default_rng(seed).permutation(len(lengths))
     if share is None:
         wanted = max(LEAST_TOKENS, SHARE * sum(lengths))
         tokens_so_far = np.cumsum(np.asarray(lengths)[order])
+        # the first sample with which the sum reaches `wanted`; beyond the end if all are too few
         number = int(np.searchsorted(tokens_so_far, wanted)) + 1
     else:
         number = max(1, round(share * len(lengths)))
@@ -40,8 +43,8 @@ def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[i
 class Drafting:
     """The drafter's side of every step. Every rank holds one, and all see the same rollouts.
 
-    schedule  decides on updates
-    tokens    that trained the drafter at depth 1 so far
+    schedule  decides on updates: which steps, which samples
+    tokens    that trained the drafter at depth 1 in the run so far
     """
 
     def __init__(
@@ -53,16 +56,21 @@ class Drafting:
         rollouts: Sequence[Group],
         supervised: bool,
     ) -> None:
-        """Begin, or continue with `state` and `rollouts` of a checkpoint; both are empty at a run's begin."""
+        """Begin, or continue with what `state` returned for a checkpoint; `state` and `rollouts` are empty otherwise.
+
+        extension   builds the schedule; None: an update in every step
+        supervised  whether this is a warm start, which learns from every batch alike
+        """
         self._trainer = trainer
         self._vocabulary = loaded.vocabulary
-        # whether the drafter learns from rollouts; a warm start learns from every batch alike
+        # whether the drafter learns from rollouts, by a schedule and from a part of the samples
         self._learns = trainer.config.drafter.train and not supervised
         self.schedule = DrafterSchedule()
         if self._learns and extension is not None:
             load_policy = None
             if loaded.followed is not None:
                 load_policy = partial(loaded.followed.load, trainer)
+            # "online" is the schedule's own state, whichever schedule it is.
             self.schedule = extension(trainer, load_policy, state.get("online", {}), rollouts)
         self.tokens = int(state.get("tokens", 0))
         if self._vocabulary is not None and state.get("words"):
@@ -83,7 +91,10 @@ class Drafting:
         return chosen if weights is None else weights * chosen
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take the rollouts, or demonstrations, of the next step."""
+        """Take the rollouts, or demonstrations, of the next step. Sets the trainer's draft vocabulary by their tokens.
+
+        The engines get that vocabulary with the next push (`hot_tokens`).
+        """
         self.schedule.observe(groups)
         if self._vocabulary is not None:
             samples = samples_of(groups)
@@ -96,12 +107,15 @@ class Drafting:
         train: Callable[..., dict[str, float]],
         rollout_seconds: float | None,
     ) -> dict[str, float]:
-        """Update policy and drafter by `train`, which is `train_rollout` of the step. Returns the metrics."""
+        """Update policy and drafter by `train`, which is `train_rollout` of the step. Returns the metrics. Collective.
+
+        rollout_seconds  as in `DrafterSchedule.train_step`
+        """
         metrics = self.schedule.train_step(
             step, lambda learns: train(train_drafter=learns), rollout_seconds
         )
         if self._learns:
-            metrics.setdefault("drafter/updated", 1.0)
+            metrics.setdefault("drafter/updated", 1.0)  # a schedule that leaves steps out has set it
         self.tokens += int(metrics.get("drafter/tokens_1", 0))
         return metrics
 
@@ -112,7 +126,7 @@ class Drafting:
         return self._vocabulary.ids()
 
     def state(self) -> tuple[dict[str, Any], Sequence[Group]]:
-        """Return the state for a checkpoint, and the rollouts that the schedule keeps."""
+        """Return the state for a checkpoint, and the rollouts that the schedule keeps. `__init__` reads both."""
         state: dict[str, Any] = {"tokens": self.tokens}
         if self._vocabulary is not None:
             state["words"] = self._vocabulary.state()

@@ -1,4 +1,4 @@
-"""Held-out prompts and answers: how good policy and drafter are."""
+"""Evaluate a run: the policy by its reward on held-out prompts, a warm start's drafter on held-out answers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megatron_rlspec.run.rollouts import Rollouts
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Sample
 
-PLATEAU = 0.01  # tokens a round by which an accept length still rises
-HELD_OUT_DRAFTS = (1, 3, 5)  # a round, at which the accept length on held-out answers is measured
+PLATEAU = 0.01  # tokens per round: an accept length that rises by less has stopped rising
+HELD_OUT_DRAFTS = (1, 3, 5)  # drafts per round with which the accept length on held-out answers is measured
 
 
 @dataclass
 class Evaluation:
-    """Every rank holds one; engines are asked on rank 0.
+    """Evaluates a run. Every rank holds one; engines are asked on rank 0.
 
     push            sends the engines the present weights; collective
-    accept_lengths  means on held-out answers, of every measurement so far
+    accept_lengths  of every measurement so far, the mean over HELD_OUT_DRAFTS; a checkpoint has them
     """
 
     trainer: Trainer
@@ -36,16 +36,17 @@ class Evaluation:
     def evaluate(self, name: str, done: int) -> float:
         """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
 
-        done  steps of the run so far
+        Collective. Returns on rank 0 the mean reward on data.eval_path; NaN on other ranks, and without such prompts.
 
-        Returns the reward on data.eval_path on rank 0; NaN on other ranks, and without one. Collective.
+        name  of the evaluation, as in `Generation.evaluate`
+        done  steps of the run so far
         """
         reward = math.nan
 
         def answer(rollouts: Rollouts) -> None:
             nonlocal reward
             results = rollouts.generation.evaluate(name, done)
-            reward = results.get("", {}).get("reward", math.nan)
+            reward = results.get("", {}).get("reward", math.nan)  # "" is the set of data.eval_path
             for which, result in results.items():
                 self.records.evaluated(done, which, result)
 
@@ -57,8 +58,10 @@ class Evaluation:
     def settled(self, done: int, tokens: int, answers: list[Sample]) -> bool:
         """Measure a warm start's drafter after `done` steps. Returns whether its accept length has stopped rising.
 
+        Collective; the answer is the same on every rank.
+
         tokens   that the drafter was trained on so far, for the event
-        answers  held-out ones
+        answers  the held-out demonstrations
         """
         with self.records.clock("train"):
             packed = batches.micro_batches(
@@ -79,4 +82,5 @@ class Evaluation:
             tokens=tokens,
             **{f"accept_length_{k}": value for k, value in by_drafts.items()},
         )
+        # It has if neither of the last two measurements is clearly above the best one before them.
         return len(past) > 2 and max(past[-2:]) < max(past[:-2]) + PLATEAU

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 class DrafterSchedule:
     """Decides from which rollouts the drafter learns, with which weights, and in which steps.
 
-    This one, without an extension: in every step, as a part of the policy's step, from the step's rollouts. Every rank
-    holds one. All of them see the same rollouts, so all of them pack the same updates.
+    This class is the schedule without an extension: in every step, as a part of the policy's step, from the step's
+    rollouts. Extensions override its methods (`extensions/drafter_schedules/`).
+
+    Every rank holds one, and all call the same methods with the same arguments, but for `rollout_seconds`. An update is
+    collective, so a schedule must decide alike on all ranks. `run/drafter_training.py` calls it.
     """
 
     def weights(self, samples: Sequence[Sample]) -> np.ndarray | None:
@@ -33,12 +36,13 @@ class DrafterSchedule:
         return None
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take the rollouts that the next `train_step` trains the policy on."""
+        """Take the rollouts of the next `train_step`. Called before `weights` of the same step."""
 
     def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
         """Update the drafter while engines generate the rollout of `step`, which `begin` starts in the background.
 
-        Does nothing, and does not call `begin`, unless such updates are wanted.
+        Called once in every step, before its rollout. A schedule without such updates does nothing, and does not call
+        `begin`: then the rollout starts afterwards.
         """
 
     def train_step(
@@ -46,18 +50,24 @@ class DrafterSchedule:
     ) -> dict[str, float]:
         """Take the step by `train(train_drafter)`, update the drafter if that is due, and return the metrics of both.
 
+        `train` must be called once: it updates the policy.
+
         rollout_seconds  duration of the step's rollout; None on ranks above 0, and for recorded rollouts
         """
         # One pass trains both: the drafter learns from the hidden states that the policy's loss computes.
         return train(True)
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """Return the state for a checkpoint: plain values by name, and rollouts that are kept."""
+        """Return the state for a checkpoint: values that MessagePack can hold, by name, and the rollouts to keep.
+
+        On a resume the `DrafterScheduleBuilder` gets both.
+        """
         return {}, []
 
 
-# The second argument loads the policy that a recorded run had before a step; None: the run trains its own policy. The
-# others are what `DrafterSchedule.state` returned at the checkpoint of a resumed run, else empty.
+# (trainer, load_policy, state, rollouts). `load_policy` loads the policy that a recorded run had before a step; None:
+# the run trains its own policy. The last two are what `DrafterSchedule.state` returned for the checkpoint that the run
+# continues from, else empty.
 DrafterScheduleBuilder = Callable[
     ["Trainer", Callable[[int], None] | None, Mapping[str, Any], Sequence[Group]], DrafterSchedule
 ]
@@ -66,13 +76,15 @@ DrafterScheduleBuilder = Callable[
 class Migration(Protocol):
     """Moves running samples between engines, on rank 0. Without one, a sample stays on the engine that began it.
 
-    It reads the rounds that engines report.
+    `extensions/migration/wiring.py` implements it.
     """
 
     def attach(self, pool: EnginePool, record: Callable[[Mapping[str, Any]], None]) -> None:
-        """Join the engines, once all of them answer. Sets `pool.balance`, which is entered around every `generate`.
+        """Begin to work on the engines of `pool`. Called once, when all of them answer.
 
-        record  is called with what a line of `moves.jsonl` holds
+        Sets `pool.balance`, which is entered around every `generate`, and may call `record` at its exit.
+
+        record  adds a line to `moves.jsonl`
         """
 
     def observe(self, rounds: Rounds) -> None:
@@ -82,7 +94,7 @@ class Migration(Protocol):
         """
 
 
-MigrationBuilder = Callable[[Mapping[str, Any]], Migration]  # of hf_config
+MigrationBuilder = Callable[[Mapping[str, Any]], Migration]  # the argument: the policy's config.json
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ class Extensions:
 
     drafter    builds the drafter's schedule; None: an update in every step
     migration  builds what moves running samples; None: they stay
-    kinds      of engines, by `rollout.engine`, in place of the core's
+    kinds      of engines by `rollout.engine`, in place of the core's; None: the core's (`rollout.start.engines`)
     """
 
     drafter: DrafterScheduleBuilder | None = None

@@ -1,4 +1,7 @@
-"""Give a model without a drafter a fresh one, with which the run starts (`drafter.fresh`)."""
+"""Give a model without a drafter a fresh one, with which the run starts (`drafter.fresh`).
+
+The drafter is an MTP layer if drafter.kind=mtp and the model's family can get one, else an EAGLE-3 drafter.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,17 @@ from megatron_rlspec.models.families import record_of
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.run import identity
 
-LOOK_AGAIN = 0.2  # seconds
-SAY_AFTER = 60.0  # seconds
+LOOK_AGAIN = 0.2  # seconds between two looks for the directory that rank 0 writes
+SAY_AFTER = 60.0  # seconds after which a waiting rank says what it waits for
 
 
 def with_fresh_drafter(config: Config) -> Config:
     """Return the configuration of a run that starts with a fresh drafter, which rank 0 writes to the run directory.
 
-    The directory's name follows from the model, so a resumed run finds it. Other ranks wait for it: torchrun ends them
-    if rank 0 fails. Raises ConfigError or CheckpointError for a model that gets none.
+    The directory's name follows from the model, so a resumed run finds it. Other ranks wait for it, without a time
+    limit: torchrun ends them if rank 0 fails. The ranks are no job of torch.distributed yet, so they wait for the file.
+
+    Raises ConfigError or CheckpointError for a model that gets none.
     """
     model = config.model.path
     hf_config = check_model(
@@ -41,6 +46,7 @@ def with_fresh_drafter(config: Config) -> Config:
     if os.environ.get("RANK", "0") == "0" and not target.exists():
         print(f"rlspec: {model} gets a fresh drafter, {kind}, in {target}", flush=True)
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Both write the directory whole or not at all, so where it exists it is complete.
         if kind == "mtp":
             convert(plan(model, target, to="hf", add_mtp=True), link=True)
         else:
@@ -49,7 +55,7 @@ def with_fresh_drafter(config: Config) -> Config:
     while not target.exists():
         time.sleep(LOOK_AGAIN)
         if time.monotonic() > say_at:
-            say_at = math.inf
+            say_at = math.inf  # once
             print(
                 f"rlspec: still waiting for {target}, which rank 0 writes; expected train.run_dir in a directory that "
                 "all nodes share",
@@ -59,7 +65,10 @@ def with_fresh_drafter(config: Config) -> Config:
 
 
 def described(config: Config, hf_config: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """Return configuration and config.json of a run with a fresh drafter, without writing it. Raises ConfigError."""
+    """Return configuration and config.json of a run with a fresh drafter, without writing it: for `--dry-run`.
+
+    Raises ConfigError.
+    """
     kind = _kind(config, hf_config)
     changed = _changed(config, kind, Path("(fresh)"))
     if kind == "mtp":
@@ -68,7 +77,12 @@ def described(config: Config, hf_config: Mapping[str, Any]) -> tuple[Config, dic
 
 
 def _kind(config: Config, hf_config: Mapping[str, Any]) -> str:
-    """Return the kind of the drafter. Raises ConfigError for a model that has one or gets none."""
+    """Return the kind of the fresh drafter, "mtp" or "eagle3".
+
+    hf_config  the model's config.json
+
+    Raises ConfigError for a model that has a drafter, or can get none.
+    """
     options, model = config.drafter, config.model.path
     if options.path:
         raise ConfigError(
@@ -88,10 +102,12 @@ def _kind(config: Config, hf_config: Mapping[str, Any]) -> str:
 
 
 def _changed(config: Config, kind: str, target: Path) -> Config:
-    """Return the configuration with the directory `target` of the drafter. Raises ConfigError if it does not fit."""
+    """Return the configuration of a run with the fresh drafter in `target`. Raises ConfigError if it does not fit."""
     if kind == "mtp":
+        # An MTP layer is a part of the model: `target` holds both.
         model = config.model.model_copy(update={"path": str(target)})
         return config.model_copy(update={"model": model})
+    # An EAGLE-3 drafter has a directory of its own, and its options have other limits: validate them again.
     drafter = config.drafter.model_dump() | {"kind": kind, "path": str(target)}
     try:
         return Config.model_validate(config.model_dump() | {"drafter": drafter})

@@ -1,6 +1,7 @@
-"""Digests of model, data and settings. They keep a run from continuing with others.
+"""Digests of model and data. A run is not continued with another model or other data than it began with.
 
-A digest follows from contents alone: that of a copy in another place, or of another date, is the same.
+A digest follows from contents and file names alone: a copy in another place, or of another date, has the same. Every
+checkpoint holds the digests (`checkpoints.py`): if this file computes others, earlier checkpoints are refused.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 from megatron_rlspec import wire
 from megatron_rlspec.models.hf_files import companions
 
-WHOLE = 1 << 24  # bytes; smaller files are read whole
-LONGEST_HEADER = 1 << 27  # bytes of a safetensors header
-BLOCKS = 256  # of a larger file that are read, evenly spaced, the first and the last among them
-BLOCK = 1 << 12  # bytes
+WHOLE = 1 << 24  # bytes; files up to this size are read whole
+LONGEST_HEADER = 1 << 27  # bytes that are read of a safetensors header at most
+BLOCKS = 256  # blocks that are read of a larger file, evenly spaced, the first and the last among them
+BLOCK = 1 << 12  # bytes of a block
 
 
 def of_rows(rows: Iterable[Any]) -> str:
-    """Return the digest of rows in their order: of prompts, their token ids, texts, labels and metadata."""
+    """Return the digest of rows, prompts or demonstrations, in their order, over all that they hold."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(wire.encode(row))
@@ -30,18 +31,20 @@ def of_rows(rows: Iterable[Any]) -> str:
 def of_model(directory: str | Path) -> str:
     """Return the digest of a Hugging Face directory: config.json, weights, tokenizer, chat template.
 
-    Of weights above 16 MiB a file it covers size, header and a mebibyte of samples. Checksums that this package's files
-    hold in their headers cover every bit; a few changed bytes in large files of other writers can be missed.
+    Of a file above 16 MiB it covers the size, the header and a mebibyte of blocks. The headers of this package's files
+    have a checksum of every tensor, so any change is seen. A few changed bytes in a large file of another writer can be
+    missed.
     """
     folder = Path(directory)
-    found = {folder / "config.json", *folder.glob("*.safetensors"), *companions(folder)}
+    files = {folder / "config.json", *folder.glob("*.safetensors"), *companions(folder)}
     digest = hashlib.sha256()
-    for path in sorted(found):
+    for path in sorted(files):
         digest.update(wire.encode((path.name, _contents(path))))
     return digest.hexdigest()
 
 
 def _contents(path: Path) -> bytes:
+    """Return the digest of one file."""
     digest = hashlib.sha256()
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
@@ -49,6 +52,8 @@ def _contents(path: Path) -> bytes:
         if size <= WHOLE:
             digest.update(file.read())
             return digest.digest()
+        # A safetensors file begins with the length of its header. Of another large file this is any number: then up to
+        # LONGEST_HEADER bytes of it are read.
         header = int.from_bytes(file.read(8), "little")
         digest.update(file.read(min(header, LONGEST_HEADER)))
         for number in range(BLOCKS):
@@ -58,8 +63,12 @@ def _contents(path: Path) -> bytes:
 
 
 def difference(written: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Return the first part of `present` that `written` lacks or has otherwise; "" if there is none."""
-    for part, value in present.items():
-        if written.get(part) != value:
-            return part
+    """Return the first name in `present` whose digest `written` lacks or has otherwise; "" if there is none.
+
+    written  digests of the checkpoint, by names of options
+    present  digests of this run
+    """
+    for name, value in present.items():
+        if written.get(name) != value:
+            return name
     return ""

@@ -1,4 +1,8 @@
-"""What a run reads, checked before anything heavy is imported and before anything starts: no torch in here."""
+"""Check what a run reads, before anything heavy is imported and before anything starts.
+
+This file, and what it imports, must not import torch: so a mistake is reported without waiting for that import.
+`loading.py` has the checks that need the model or the machine.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,14 @@ from megatron_rlspec.records import sinks
 from megatron_rlspec.rollout.sglang.scheduler.versions import without_eagle3
 from megatron_rlspec.tasks import data, rewards
 
+# options whose value is a path that the checks below open
 PATHS = ("model.path", "data.path", "data.eval_path", "sft.path", "drafter.path")
 
 
 def check_inputs(config: Config, command: Command) -> None:
-    """Raise ConfigError or DataError for model, data or reward that cannot be used.
+    """Raise ConfigError, CheckpointError (which is one) or DataError for a model, data or reward that cannot be used.
 
-    On rank 0 of a job alone: the others would read the same. A reward's module is imported in a worker process.
+    Only rank 0 of a job checks: the others would read the same. A reward's module is imported in a worker process.
     """
     if os.environ.get("RANK", "0") == "0":
         with naming_paths(config):
@@ -31,12 +36,13 @@ def check_inputs(config: Config, command: Command) -> None:
 
 @contextmanager
 def naming_paths(config: Config) -> Iterator[None]:
-    """Add to the error of a path that is not there which option it has."""
+    """Begin the message of an error about a missing path with the name of the option that has this path."""
     try:
         yield
-    except ValueError as error:
+    except ValueError as error:  # ConfigError and DataError are ValueErrors
         for name in PATHS:
             path = option(config, name)[0]
+            # "PATH: no such file" or "PATH: no such directory": the checks begin their messages so.
             if path and str(error).lower().startswith(f"{path}: no such ".lower()):
                 raise type(error)(f"{name}: {error}") from None
         raise
@@ -71,7 +77,10 @@ def _check(config: Config, command: Command) -> None:
 
 
 def model_config(config: Config, use: Use, **checks: Any) -> dict[str, Any]:
-    """Return config.json of model.path; `checks` as for `check_model`. Raises CheckpointError."""
+    """Return config.json of model.path. Raises CheckpointError for a model that cannot be used.
+
+    checks  arguments of `check_model`, in place of those that follow from the configuration
+    """
     return check_model(
         config.model.path,
         use,
@@ -82,9 +91,10 @@ def model_config(config: Config, use: Use, **checks: Any) -> dict[str, Any]:
 
 
 def leaves_engines_open(config: Config) -> bool:
-    """Return whether the user said neither how many engines there are nor how large they are.
+    """Return whether the user set neither the number of engines nor their size.
 
-    Ask this of the configuration as `load` returns it: a changed copy has every option.
+    config  as `config.load` returned it. A copy that was validated anew seems to have every option set, because then
+            pydantic's `model_fields_set` has all of them
     """
     sized = "tensor" in config.placement.model_fields_set
     return not (sized or "engines" in config.rollout.model_fields_set)
@@ -93,7 +103,12 @@ def leaves_engines_open(config: Config) -> bool:
 def with_drafter(
     config: Config, hf_config: dict[str, Any], *, weights: bool = True
 ) -> dict[str, Any]:
-    """Check an EAGLE-3 drafter and return `hf_config` with its config.json, if the run has one. Raises ConfigError."""
+    """Check the run's EAGLE-3 drafter, if it has one, and return `hf_config` with the drafter's config.json.
+
+    weights  whether the drafter's weights are there to be checked
+
+    Raises ConfigError.
+    """
     if config.drafter.kind == "mtp" or not config.drafter.path:
         return hf_config
     typed = check_drafter(config.drafter.path, hf_config, config.model.path, weights=weights)

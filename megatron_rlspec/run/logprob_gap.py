@@ -1,30 +1,37 @@
-"""Which difference of log-probs between engines and trainer means that an engine samples from other weights."""
+"""How far log-probs of engines and trainer may differ, before the run concludes that an engine has other weights.
+
+`Trainer.train_step` skips the update of a policy with a larger gap.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-GAP = "policy/train_rollout_logprob_abs_diff"
-# nats a token. Kernels of engine and trainer differ by up to 0.02 in bfloat16 and 1e-6 in float32.
+GAP = "policy/train_rollout_logprob_abs_diff"  # metric of `Trainer.train_step`
+# The limit of a run's first steps, in nats a token, by model.dtype. Kernels of engine and trainer differ by up to 0.02
+# in bfloat16 and 1e-6 in float32.
 LIMIT = {"bfloat16": 0.5, "float32": 0.01, "float64": 0.01}
-# A run's own level is a median over its steps. So many times that level is too much, unless it is below LEAST.
+# Later the limit is JUMP times the run's usual gap (the median of its newest steps), but not below LEAST nats a token,
+# and not above LIMIT.
 JUMP = 5.0
 LEAST = {"bfloat16": 0.02, "float32": 1e-4, "float64": 1e-4}
-STEPS = 3  # that make a level
-NEWEST = 20  # steps that it is of
+STEPS = 3  # steps after which the median is used
+NEWEST = 20  # newest steps that enter the median
 
 
 class LogprobGap:
     """The largest allowed gap of a step, the same on every rank.
 
-    seen  gaps of the newest steps that were not skipped; part of a checkpoint
+    seen  gaps of the newest steps that were not skipped, at most NEWEST; part of a checkpoint ("logprob_gaps")
     """
 
     def __init__(self, given: float | None, dtype: str, older: bool) -> None:
-        """`given`: by the user; None: chosen by `dtype`, and by what the run has seen.
+        """Begin without any step.
 
-        older  whether samples are of an older policy: log-probs differ by what the policy has learnt since
+        given  the user's limit (health.logprob_gap); None: the limit follows from `dtype` and the gaps seen
+        dtype  model.dtype
+        older  whether samples may be of an older policy: log-probs then also differ by what the policy has learnt since
         """
         self.seen: list[float] = []
         self._given = given
@@ -37,7 +44,7 @@ class LogprobGap:
         if self._given is not None:
             return self._given
         if self._older:
-            return max(LIMIT.values())
+            return max(LIMIT.values())  # how much the policy has learnt varies, so the usual gap says nothing
         limit = LIMIT[self._dtype]
         if len(self.seen) >= STEPS:
             limit = min(limit, max(LEAST[self._dtype], JUMP * median(self.seen)))
@@ -49,5 +56,5 @@ class LogprobGap:
             self.restore([*self.seen, metrics[GAP]])
 
     def restore(self, seen: Sequence[float]) -> None:
-        """Continue with the gaps of a checkpoint."""
+        """Continue with the gaps of a checkpoint, the oldest first."""
         self.seen = list(seen[-NEWEST:])

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megatron_rlspec import __version__
 
-# key of `Records.about` -> what the card calls it
+# key of `Records.about` (keys of a step's record and of evaluations) -> what the card calls it
 FIGURES = {
     "steps": "steps",
     "eval/reward": "mean reward on held-out prompts, newest evaluation",
     "rollout/reward": "mean reward, last step",
     "rollout/accept_length": "accept length (tokens a decode round), last step",
 }
+# SGLang's options for a chain of three drafts: num-draft-tokens counts the token before them, too
 DRAFTS = """--speculative-num-steps 3 \\
         --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"""
 UNEXPECTED = """\
@@ -30,19 +31,19 @@ def card(
     eagle3: Path | None = None,
     has_mtp: bool = False,
 ) -> str:
-    """Return the text of README.md.
+    """Return the text of README.md, the model card of a result (`result.py`).
 
     base     directory of the model that the run began with
-    about    figures of the run (`FIGURES`)
+    about    figures of the run, of which the card shows those of `FIGURES`
     result   the model's directory
-    eagle3   directory of its EAGLE-3 drafter
-    has_mtp  whether the model holds an MTP drafter
+    eagle3   directory of its EAGLE-3 drafter; None: it has none
+    has_mtp  whether the model has an MTP drafter; not with `eagle3`
     """
     name = result.name
     kind = "reinforcement learning" if "rollout/reward" in about else "supervised training"
     figures = ""
     for key, label in FIGURES.items():
-        value = about.get(key)  # null in a record that was read again
+        value = about.get(key)  # None also where a record that was read from disk has null, for NaN
         if value is not None and math.isfinite(value):
             figures += f"| {label} | {value:.4g} |\n"
     launch = f"python -m sglang.launch_server --model-path {name}"

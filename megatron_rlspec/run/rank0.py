@@ -1,4 +1,7 @@
-"""Only rank 0 calls engines and rewards; the other ranks wait. A failure there ends the run on every rank."""
+"""Guards rank 0's calls to engines and rewards: the other ranks wait meanwhile, and a failure ends the run on all.
+
+Without this a rank that fails would leave the others waiting in their next collective call.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatron_rlspec.run.generation import RolloutCancelledError
 from megatron_rlspec.run.rollouts import Rollouts
 from megatron_rlspec.tasks import rewards
 
-DONE, AGAIN, OVER = range(3)
+DONE, AGAIN, OVER = range(3)  # outcomes that rank 0 tells all ranks
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Rank0:
     main           whether this is rank 0
     rollouts       engines and rewards; None on ranks above 0, and in runs without engines
     interruption   a signal that ends rollouts
-    stop           ends the run on every rank: saves a checkpoint and raises RunStopped
+    stop           saves a checkpoint and raises RunStopped; collective (`Session._stop`)
     """
 
     main: bool
@@ -34,7 +37,7 @@ class Rank0:
     stop: Callable[[str], NoReturn]
 
     def ask(self, call: Callable[[Rollouts], object]) -> bool:
-        """Let rank 0 call engines or rewards; the other ranks wait. Collective. Returns as `attempt`."""
+        """Let rank 0 call engines or rewards; the other ranks wait. Collective. Result and errors as of `attempt`."""
 
         def act() -> None:
             if self.rollouts is not None:
@@ -57,9 +60,12 @@ class Rank0:
             reason = self.interruption.reason
         except PushError as error:
             if self.main:
-                # The export failed, so a checkpoint of the same parameters may be wrong as well.
+                # The export gave tensors that may not be sent, so a checkpoint of them may be wrong as well: none is
+                # written, and rank 0's error ends the job.
                 raise
+            # `exporting` raises it here for any error of rank 0's body, such as an EngineError.
             reason = str(error)
+        # Only rank 0 knows what failed: its outcome counts on all ranks.
         outcome = DONE
         if self.main and reason:
             starts_again = self.rollouts is not None and self.rollouts.engines.awaited

@@ -1,4 +1,7 @@
-"""A run's records: one line a step, on disk and on the terminal, events and texts. Rank 0 writes them."""
+"""A run's records: one line for each step, on disk and on the terminal, and events and texts. Rank 0 writes them.
+
+`records/metric_names.toml` lists the metrics, docs/runs.md the files.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,31 @@ from megatron_rlspec.run.summaries import without_advantage
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.types import Sample
 
-SHOWN_TEXTS = 4  # of a step, in samples.jsonl
-SHOWN_EVERY = 10  # steps without a rollout, of which a line is printed
-RECENT = 8  # steps, from whose seconds the time that is left is estimated
+SHOWN_TEXTS = 4  # texts of a step that samples.jsonl gets
+SHOWN_EVERY = 10  # without rollouts, a line is printed every so many steps
+RECENT = 8  # steps from whose seconds the remaining time is estimated
 TOKENS = "rollout/tokens_so_far"
 NOT_TAUGHT = "rollout/groups_without_advantage"
-USELESS_STEPS = 10  # in a row without any advantage, after which an event says so
+USELESS_STEPS = 10  # after so many steps in a row without any advantage an event says so
 
 
 class Records:
-    """Every rank holds one, because every rank counts bad steps; ranks above 0 write nothing.
+    """A run's records. Every rank holds one, because every rank counts bad steps; ranks above 0 write nothing.
 
-    clock      seconds of the parts of a step
-    recorder   None on ranks above 0
-    recorded   steps that have a record
-    bad_steps  in a row, which changed policy or drafter by nothing
-    why_bad    why the newest step skipped updates; "" if it skipped none
-    about      figures for the model card: `steps`, and the newest record and evaluation (`eval/reward`)
-    logprob_gap  the limit on the difference between engines and trainer
+    clock        measures the seconds of the parts of a step; `write` drains it
+    recorder     writes the files; None on ranks above 0
+    recorded     steps that have a record
+    bad_steps    how many of the newest steps, in a row, skipped all updates of the policy or of the drafter
+    why_bad      why the newest step skipped updates; "" if it skipped none
+    about        figures for the model card (`model_card.FIGURES`): `steps`, and the newest record and evaluation
+    logprob_gap  the limit on the difference of log-probs between engines and trainer; equal on all ranks
     """
 
     def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
         """Open the files, which is a run's first write. Raises OSError and FileError.
 
         done  steps that the run has, from its checkpoint
+        main  whether this is rank 0
         """
         self.clock = clock
         self.recorder: Recorder | None = None
@@ -56,7 +60,7 @@ class Records:
         self.logprob_gap = LogprobGap(config.health.logprob_gap, config.model.dtype, older)
         self._config = config
         self._first = done
-        self._without_advantage: float | None = None  # share of the newest step's groups
+        self._without_advantage: float | None = None  # share of the newest step's groups; None: no groups yet
         self._useless_steps = 0  # in a row, in which no group had an advantage
         self._tokens = 0.0  # of all responses so far
         self._seconds: deque[float] = deque(maxlen=RECENT)  # of the newest steps
@@ -66,6 +70,7 @@ class Records:
         run_dir = Path(config.train.run_dir)
         dropped = []
         if config.train.resume and done == 0:
+            # Read them first: `Recorder` removes the records of step `done` and later.
             dropped = read_records(run_dir / "metrics.jsonl")
         options = config.model_dump(mode="json")
         sinks = partial(open_sinks, config.log, options, run_dir, done)
@@ -103,7 +108,10 @@ class Records:
     def advantages(
         self, done: int, samples: Sequence[Sample], values: Sequence[Sequence[float]]
     ) -> None:
-        """Take the advantages of a rollout, by group, after `done` steps. Write an event if all are 0."""
+        """Take the advantages `values` of a rollout, by group, after `done` steps.
+
+        Writes an event if all are 0 in the run's first step, and after USELESS_STEPS such steps in a row.
+        """
         without = [not any(of_group) for of_group in values]
         self._without_advantage = sum(without) / max(len(without), 1)
         if not all(without):
@@ -112,11 +120,11 @@ class Records:
         self._useless_steps += 1
         if done and self._useless_steps != USELESS_STEPS:
             return
-        if rewards.known(samples):  # otherwise another event says that all failed
+        if rewards.known(samples):  # else all rewards failed, and `Generation._record_failures` has written an event
             self.event("reward", f"step {done + 1}: {without_advantage(samples)}")
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the remaining steps."""
+        """Yield the numbers of the remaining steps, and start to measure the first one."""
         self._total = total
         self._began = time.perf_counter()
         yield from range(self._first, total)
@@ -130,16 +138,21 @@ class Records:
     ) -> None:
         """Write the record of a step, a line on the terminal, and a few texts. Counts bad steps in a row.
 
-        samples  of the step's rollout, and `decode` of their tokens; none without a rollout
+        All ranks call it with equal `values` of skipped updates and log-probs, so that all count alike.
+
+        samples  of the step's rollout; none without a rollout
+        decode   returns the text of tokens; None without a rollout
         """
         self.recorded = step + 1
         skipped = [side for side in ("policy", "drafter") if values.get(f"{side}/skipped")]
+        # `skipped` is the share of the step's updates, because a rollout may have several.
         share = max((values[f"{side}/skipped"] for side in skipped), default=0.0)
         self.bad_steps = self.bad_steps + 1 if share == 1 else 0
         self.why_bad = ""
         if skipped:
             self.why_bad = self._why_skipped(skipped, values)
         else:
+            # Gaps of skipped steps would raise the limit that they have exceeded.
             self.logprob_gap.observe(values)
         if self.recorder is None:
             return
@@ -166,7 +179,7 @@ class Records:
             files.tell(line(step, self._total, record, seconds), sys.stdout)
 
     def summarise(self) -> None:
-        """Say at the end of a run what speculation saved in all its steps, on rank 0."""
+        """Write an event, at the end of a run, about what speculation saved in all its steps, on rank 0."""
         if self.recorder is None:
             return
         records = read_records(Path(self._config.train.run_dir) / "metrics.jsonl")
@@ -174,6 +187,7 @@ class Records:
             self.recorder.event("saved", told)
 
     def _why_skipped(self, skipped: Sequence[str], values: Mapping[str, float]) -> str:
+        """Return why a step skipped updates of `skipped`: "policy", "drafter" or both."""
         gap = values.get(GAP, 0.0)
         limit = self.logprob_gap.limit
         if gap > limit:

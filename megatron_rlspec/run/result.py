@@ -1,4 +1,4 @@
-"""The result of a run: policy and drafter as Hugging Face checkpoints that people can upload."""
+"""Write the result of a run: policy and drafter as Hugging Face checkpoints that people can upload."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from megatron_rlspec.run.model_card import card
 from megatron_rlspec.run.recording import Records
 from megatron_rlspec.train.step import Trainer
 
-BEST = "hf-best"
-REWARD = "reward.json"  # of the model in hf-best/
+BEST = "hf-best"  # directory, in the run's, of the model with the highest reward in an evaluation
+REWARD = "reward.json"  # file in it: {"reward": number}, which a resumed run compares with
 CARD = "README.md"
 
 
 def keep_best(loaded: Loaded, trainer: Trainer, records: Records, reward: float) -> bool:
     """Write the model to `run_dir/hf-best` if its reward is above that of the model there. Collective.
 
-    reward  of the policy, on rank 0
+    reward  of the policy, on rank 0; its value on other ranks is not used
 
-    Returns whether it is. Raises FileError.
+    Returns, on every rank, whether the model was written. Raises FileError.
     """
-    held = Path(trainer.config.train.run_dir) / BEST / REWARD
-    best = read_json(held)["reward"] if held.exists() else -math.inf
+    file = Path(trainer.config.train.run_dir) / BEST / REWARD
+    best = read_json(file)["reward"] if file.exists() else -math.inf
+    # Rank 0's answer: only it knows the reward, and writing is collective.
     better: bool = ranks.job().tell(reward > best)
     if better:
         write_result(loaded, trainer, records, BEST, reward)
@@ -49,27 +50,30 @@ def write_result(
 ) -> None:
     """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
 
-    Older directories of other names than hf/ are replaced. `records` know what the model card says. The `reward` of
-    this policy lies beside it, if it is given.
+    A directory that is there already is replaced, except hf/, the result of a finished run.
+
+    records  with the figures for the model card
+    reward   of this policy; None: no file REWARD is written
     """
     config = trainer.config
     model_path = config.model.path
     result = Path(config.train.run_dir) / name
-    # directories by the names that they get at the end; the policy's is the last
+    # directories by the names that they get at the end; the policy's is the last. Empty on ranks above 0
     built: dict[Path, Path] = {}
     with exporting(trainer.export) as source:
-        if source is not None:
+        if source is not None:  # rank 0
             sharpness = trainer.sharpness
             built = build_result(model_path, config.drafter, loaded, source, result, sharpness)
     if not built:
         return
-    drafter = next(iter(built))
-    has_mtp = drafter == result and bool(loaded.hf_config.get("num_nextn_predict_layers"))
-    eagle3 = drafter if drafter != result else None
+    first = next(iter(built))  # the EAGLE-3 drafter's, if there is one; else the policy's
+    has_mtp = first == result and bool(loaded.hf_config.get("num_nextn_predict_layers"))
+    eagle3 = first if first != result else None
     text = card(model_path, records.about, result, eagle3, has_mtp)
     (built[result] / CARD).write_text(text)
     if reward is not None:
         write_json(built[result] / REWARD, {"reward": reward})
+    # Last, and the policy at the end: a directory with its final name has all files, and its drafter is there.
     for target, directory in built.items():
         publish(directory, target, replace=name != "hf")
     what = f"{'policy and drafter' if has_mtp else 'the policy'} as a Hugging Face checkpoint"
@@ -86,19 +90,25 @@ def build_result(
     target: Path,
     sharpness: float | None,
 ) -> dict[Path, Path]:
-    """Write the directories of drafter and policy, which can be one, beside their names. Return them by name.
+    """Write policy and drafter to unfinished directories beside `target`, which `publish` then gives their names.
 
-    sharpness  with which drafts begin that are sampled from the drafter; None: as config.json says
+    An MTP drafter is in the policy's directory, an EAGLE-3 drafter in one of its own. A drafter that was not trained
+    stays what it was: an MTP layer is copied from model.path, an EAGLE-3 drafter is not written.
+
+    source     exports tensors; rank 0 alone calls it, inside `exporting`
+    sharpness  of coupled drafts, for config.json; None: as config.json of model.path says
+
+    Returns the directories by their final names, the policy's last.
     """
     hf_config = loaded.hf_config
-    chosen = {} if sharpness is None else {STATED: sharpness}
+    stated = {} if sharpness is None else {STATED: sharpness}
     if DRAFTER not in hf_config:
         tensors = source("all")
         if not drafter.train:
-            # The trainer has no drafter; the engines draft with that of model.path.
+            # The trainer has no drafter to export; the engines have drafted with that of model.path.
             frozen = sorted(drafter_names(hf_config) & loaded.tensors.keys())
             tensors = chain(tensors, ((name, loaded.tensors[name]) for name in frozen))
-        return {target: build_hf(target, hf_config | chosen, tensors, model_path)}
+        return {target: build_hf(target, hf_config | stated, tensors, model_path)}
     policy_config = dict(hf_config)
     del policy_config[DRAFTER]
     built = {}
@@ -107,7 +117,7 @@ def build_result(
         beside = target.with_name(f"{target.name}_drafter")
         built[beside] = build_drafter(
             beside,
-            hf_config[DRAFTER] | chosen,
+            hf_config[DRAFTER] | stated,
             source("drafter"),
             loaded.eagle3_ids,
             drafter.path,

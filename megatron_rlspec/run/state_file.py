@@ -1,6 +1,8 @@
 """The file `checkpoints/step-000012.state`: all of a checkpoint but the tensors of policy, drafter and optimizers.
 
-It begins with a SHA-256 of the rest. The rest is a `State` in MessagePack.
+It begins with the 32 bytes of a SHA-256 over the rest. The rest is a `State` in MessagePack (`wire.py`). A change of
+`State`, `Drawn` or a type in them can make earlier checkpoints unreadable. `checkpoints.py` refuses those of other
+versions of the package.
 """
 
 from __future__ import annotations
@@ -33,23 +35,25 @@ class Drawn(NamedTuple):
     begun: Sequence[OpenGroup] = ()
 
     def age(self, done: int, partial: bool) -> float:
-        """Return how many versions its oldest token will be behind the policy that trains on it.
+        """Return how many versions the oldest token will be behind the policy that trains on it; at least 0.
 
         done     steps of the run so far: version `done` + 1 trains next
-        partial  whether begun groups go on; they end in the step after that of `ahead`
+        partial  whether begun groups go on; if not, `Generation.restore` drops them
         """
+        # Without samples `oldest` is infinite, and the difference minus infinity.
         ages = [0.0, done + 1 - OpenGroup([], samples_of(self.ahead)).oldest]
         if partial:
-            ends = done + 1 + bool(self.ahead)
-            ages += [ends - begun.oldest for begun in self.begun]
+            # Begun groups go on in the next rollout: the next step's, or the one after it if that one is in `ahead`.
+            version = done + 1 + bool(self.ahead)
+            ages += [version - begun.oldest for begun in self.begun]
         return max(ages)
 
 
 class State(NamedTuple):
     """What a checkpoint holds beside the tensors.
 
-    values  the step, the package's version, digests of model and data, the order of the data, and what drafter and
-            speculation have learnt
+    values  by name, plain values that MessagePack can hold. `Saver.save` adds `step`, `version` and `identity`, the
+            digests of model and data; `Session._state` and what it calls make the rest. {}: there is no checkpoint
     drawn   samples that the next steps train on
     """
 
@@ -58,7 +62,7 @@ class State(NamedTuple):
 
 
 def of(checkpoint: Path) -> Path:
-    """Return the path of the state of the trainer's directory `checkpoint`."""
+    """Return the state's path for a checkpoint, whose trainer's directory is `checkpoint`."""
     return checkpoint.with_suffix(SUFFIX)
 
 
@@ -69,7 +73,7 @@ def write(file: Path, values: Mapping[str, Any], drawn: Drawn) -> None:
 
 
 def read(file: Path) -> State:
-    """Return what `write` was given. Raises CheckpointError."""
+    """Return what `write` was given. Raises CheckpointError for a file that is missing, damaged or of another form."""
     try:
         content = file.read_bytes()
         digest, content = content[:_DIGEST], content[_DIGEST:]

@@ -1,4 +1,4 @@
-"""What a rollout's samples say: numbers for the records, and lines about one sample and about missing advantages."""
+"""Summarise the samples of a rollout: numbers for the records, and lines about one sample and missing advantages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.types import Group, Sample
 
-SHOWN = 40  # characters of a text's begin, and of its end, in an event
+SHOWN = 40  # an event shows so many characters from the begin of a text, and as many from its end
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Summarise reward, length and speculation of samples. The accept length is a ratio of sums over all rounds.
+    """Summarise reward, length and speculation of samples, of which there is at least one.
 
-    A reward that failed enters no mean. If all did, there is no `reward`.
+    The keys become metrics `rollout/NAME` and `eval/NAME` (`records/metric_names.toml`). Lengths are tokens. The accept
+    length is a ratio of sums over all rounds. A reward that failed enters no mean. If all failed, there is no `reward`.
     """
     lengths = [len(sample.response) for sample in samples]
     values = {
@@ -32,10 +33,11 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "longest_response": float(max(lengths)),
         "truncated": float(np.mean([sample.status == "truncated" for sample in samples])),
     }
-    known = rewards.known(samples)
-    if known:
-        values["reward"] = float(np.mean(known))
-        values["reward_std"] = float(np.std(known))
+    succeeded = rewards.known(samples)
+    if succeeded:
+        values["reward"] = float(np.mean(succeeded))
+        values["reward_std"] = float(np.std(succeeded))
+    # In this order: a part that a user named `std` must not replace `reward_std`.
     return _reward_parts(samples) | values
 
 
@@ -51,8 +53,8 @@ def _reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
 def best_of(groups: Sequence[Group]) -> dict[int, float]:
     """Return the expected best reward of k samples of a prompt, for k = 2, 4, 8, ... below n, and n; {} for n = 1.
 
-    n is the number of samples of each group. For rewards of 0 and 1 this is the unbiased estimate of pass@k. A failed
-    reward counts 0.
+    n is the number of samples of the smallest group. For rewards of 0 and 1 this is the unbiased estimate of pass@k. A
+    failed reward counts 0.
     """
     smallest = min(len(group.samples) for group in groups)
     sizes = [2**i for i in range(1, 32) if 2**i < smallest]
@@ -65,7 +67,7 @@ def best_of(groups: Sequence[Group]) -> dict[int, float]:
 
 
 def _best_of(group: Group, k: int) -> float:
-    """Return the expected best reward of k of a group's samples."""
+    """Return the expected best reward of k different samples of a group, drawn at random; k is at most their number."""
     values = sorted(0.0 if rewards.failed(s) else s.reward for s in group.samples)
     total = 0.0
     for rank, reward in enumerate(values):
@@ -75,7 +77,10 @@ def _best_of(group: Group, k: int) -> float:
 
 
 def without_advantage(samples: Sequence[Sample]) -> str:
-    """Say that no group of a step has an advantage. The example is the first of its samples whose reward is known."""
+    """Return a line that says that no group of a step has an advantage, with the first scored sample as an example.
+
+    At least one reward must not have failed.
+    """
     example = next(sample for sample in samples if not rewards.failed(sample))
     return (
         "no group has an advantage, as if all its samples were equally good, so the policy learns nothing. An example: "
@@ -84,12 +89,12 @@ def without_advantage(samples: Sequence[Sample]) -> str:
 
 
 def scored(sample: Sample) -> str:
-    """Return what a reward got and gave, in one line: prompt, response, label, reward."""
+    """Return one line about a sample: what its reward was given (prompt, response, label), and the reward."""
     reward = "failed" if rewards.failed(sample) else f"{sample.reward:g}"
-    texts_of = f"prompt {_ends(sample.prompt.text)}, response {_ends(sample.text)}"
-    return f"{texts_of}, label {_ends(sample.prompt.label)}, reward {reward}"
+    prompt_and_response = f"prompt {_ends(sample.prompt.text)}, response {_ends(sample.text)}"
+    return f"{prompt_and_response}, label {_ends(sample.prompt.label)}, reward {reward}"
 
 
 def _ends(text: str) -> str:
-    """Return begin and end of a text, quoted."""
+    """Return a text, or the begin and end of a long one, quoted and without control characters."""
     return texts.shown(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}...{text[-SHOWN:]}")
