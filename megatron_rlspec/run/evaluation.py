@@ -51,7 +51,7 @@ class Evaluation:
                 self.records.evaluated(done, which, result)
 
         while not self.rank0.ask(answer):
-            # All engines were lost. One has started again, and needs the weights.
+            # All engines were lost, and one is starting again: `push` waits for it, and sends it the weights.
             self.push()
         return reward
 

@@ -188,6 +188,7 @@ class Generation:
         return {which: self._evaluate(name, done, which) for which in self.held_out}
 
     def _evaluate(self, name: str, done: int, which: str) -> dict[str, float]:
+        """Evaluate on the held-out set of the name `which`. Returns the figures of its event."""
         chosen = self.held_out[which][: self._train.eval_prompts]
         tell(f"evaluating {len(chosen)} prompts", sys.stdout)
         requests = self._requests(f"e-{name}", chosen, self._train.eval_samples, EVALUATION)

@@ -62,7 +62,7 @@ DRIFT_SAMPLES = 16  # of a step, on which `Reference.drift` compares the policy 
 
 
 class RunStopped(RuntimeError):
-    """The run ended early. The message is one line: the reason, and the path of the checkpoint."""
+    """The run ended early. The message is one line: the reason, and the path of the checkpoint or why there is none."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -83,7 +83,8 @@ class Session:
     evaluation  held-out prompts and answers
     saver       checkpoints
 
-    Raises ConfigError, DataError or CheckpointError, before it writes anything, if the run cannot work.
+    Raises ConfigError, DataError or CheckpointError, before it writes anything, if the run cannot work, and EngineError
+    if its engines do not start.
     """
 
     def __init__(
@@ -181,7 +182,8 @@ class Session:
                 starting.engines.launch()
         follow = extensions.kind(self.config.rollout.engine).follow
         if not self.main and self.generates and follow is not None:
-            closing.callback(follow(self.config))  # this rank has a part of the engines
+            # This rank has a part of the engines. Making it is collective: rank 0 does so in `wait`, below.
+            closing.callback(follow(self.config))
         return starting.engines.wait() if starting is not None else {}
 
     def _open_records(self, closing: ExitStack, state: Mapping[str, Any]) -> None:
@@ -212,7 +214,7 @@ class Session:
         begin = partial(self.rank0.ask, lambda rollouts: rollouts.begin(step))
         self.drafting.schedule.during_rollout(self.done, begin)
         while not self.rank0.ask(lambda rollouts: rollouts.collect(step)):
-            # All engines were lost. One has started again, and needs the weights.
+            # All engines were lost, and one is starting again: `push` waits for it, and sends it the weights.
             self.push()
         groups = self.rollouts.newest.groups if self.rollouts else []
         if dist.get_world_size() > 1:

@@ -96,5 +96,5 @@ def scored(sample: Sample) -> str:
 
 
 def _ends(text: str) -> str:
-    """Return a text, or the begin and end of a long one, quoted and without control characters."""
+    """Return a text, or the begin and end of a long one, quoted, with control characters escaped."""
     return texts.shown(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}...{text[-SHOWN:]}")

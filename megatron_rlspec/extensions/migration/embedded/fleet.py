@@ -90,7 +90,7 @@ class Fleet:
                     with self._fields_lock:
                         if not left & self._done.keys():
                             raise  # else first return what has ended
-                # locks are not fair: let another thread take this one between two ticks
+                # Locks are not fair: this lets another thread take `_lock` between two ticks.
                 time.sleep(0)
         finally:
             self._forget(left)
@@ -250,7 +250,7 @@ class Fleet:
             self._mid_order = False
 
     def _call(self, name: str, *arguments: Any) -> list[Any]:
-        """Call a method of all engines, one call at a time. Returns the results."""
+        """Call a method of all ranks' engines, between two ticks. Returns the results by rank. Raises EngineError."""
         with self._ordering():
             self.member.ranks.tell(("call", name, *arguments))
             return self.member.call(name, *arguments)
@@ -258,7 +258,7 @@ class Fleet:
     def begin_update(self, version: int, scope: Scope = "all") -> None:
         """See `RolloutEngine`. No tick runs until the end."""
         with self._lock:
-            self._updating = True
+            self._updating = True  # first, so that no further tick begins before the call
         self._call("begin_update", version, scope)
 
     def send(self, bucket: Bucket, *others: Any) -> None:

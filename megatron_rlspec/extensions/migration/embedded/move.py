@@ -103,7 +103,7 @@ class TransferEndpoint:
         """Return stage 1 of the samples that were granted: their verified columns. They go on here."""
         here = {run.request.id: run for run in self.engine.running}
         for grant in grants:
-            run = here[grant.id]
+            run = here[grant.id]  # no round has run since `offer`
             length, drafted, prefix = self._extent(run)
             hidden = (0, 0)
             if self.drafts and grant.target < prefix:
@@ -123,7 +123,6 @@ class TransferEndpoint:
 
         Samples that ended since, or went back into the queue, are missing.
         """
-        # The messages are made before `remove` frees the slots.
         leaving: list[tuple[ActiveRequest, Columns]] = []
         requests = []
         for id, (run, sent) in self.departing.items():
@@ -137,6 +136,7 @@ class TransferEndpoint:
             # `continued` takes it along. While a sample runs, only the row's counter is up to date.
             run.draws = int(self.engine.rounds.draws[run.row])
             requests.append((run.continued(), run.sampling))
+        # Before `remove`, which frees the slots.
         message = self._message(leaving, requests)
         for run, _ in leaving:
             self.engine.scheduler.remove(run)
