@@ -85,5 +85,6 @@ def micro_batches(
         aggregation="token" if supervised else config.algorithm.aggregation,
         constant_length=config.rollout.max_new_tokens,
         **runtime.placement(),
-        multiple=parallel.tensor if parallel.sequence else 1,  # sequence parallelism splits tokens over these ranks
+        # Sequence parallelism splits a micro-batch's tokens over these ranks.
+        multiple=parallel.tensor if parallel.sequence else 1,
     )

@@ -115,7 +115,7 @@ class Drafting:
             step, lambda learns: train(train_drafter=learns), rollout_seconds
         )
         if self._learns:
-            metrics.setdefault("drafter/updated", 1.0)  # a schedule that leaves steps out has set it
+            metrics.setdefault("drafter/updated", 1.0)  # a schedule may have set it
         self.tokens += int(metrics.get("drafter/tokens_1", 0))
         return metrics
 

@@ -16,7 +16,8 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Sample
 
 PLATEAU = 0.01  # tokens per round: an accept length that rises by less has stopped rising
-HELD_OUT_DRAFTS = (1, 3, 5)  # drafts per round with which the accept length on held-out answers is measured
+# drafts per round with which the accept length on held-out answers is measured
+HELD_OUT_DRAFTS = (1, 3, 5)
 
 
 @dataclass

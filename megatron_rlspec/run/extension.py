@@ -94,7 +94,7 @@ class Migration(Protocol):
         """
 
 
-MigrationBuilder = Callable[[Mapping[str, Any]], Migration]  # the argument: the policy's config.json
+MigrationBuilder = Callable[[Mapping[str, Any]], Migration]  # from the policy's config.json
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from megatron_rlspec.models.hf_files import companions
 
 WHOLE = 1 << 24  # bytes; files up to this size are read whole
 LONGEST_HEADER = 1 << 27  # bytes that are read of a safetensors header at most
-BLOCKS = 256  # blocks that are read of a larger file, evenly spaced, the first and the last among them
+# blocks that are read of a larger file, evenly spaced, the first and the last among them
+BLOCKS = 256
 BLOCK = 1 << 12  # bytes of a block
 
 

@@ -271,7 +271,7 @@ def fit_here(hf_config: Mapping[str, Any], tensors: LazyTensors) -> Fit:
     """Return the `Fit` of a model on the GPUs of this node, of which there must be one, beside the ranks of the job."""
     machine = Hardware(
         gpus=len(placement.devices(os.environ, torch.cuda.device_count())),
-        gpu=torch.cuda.get_device_properties(0).total_memory,  # bytes; all GPUs are taken to be alike
+        gpu=torch.cuda.get_device_properties(0).total_memory,  # bytes; GPUs are alike
         ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         world=int(os.environ.get("WORLD_SIZE", "1")),
         hopper=torch.cuda.get_device_capability(0)[0] == 9,

@@ -44,7 +44,8 @@ class LogprobGap:
         if self._given is not None:
             return self._given
         if self._older:
-            return max(LIMIT.values())  # how much the policy has learnt varies, so the usual gap says nothing
+            # How much the policy has learnt varies from step to step, so the usual gap says nothing.
+            return max(LIMIT.values())
         limit = LIMIT[self._dtype]
         if len(self.seen) >= STEPS:
             limit = min(limit, max(LEAST[self._dtype], JUMP * median(self.seen)))

@@ -60,7 +60,8 @@ class Records:
         self.logprob_gap = LogprobGap(config.health.logprob_gap, config.model.dtype, older)
         self._config = config
         self._first = done
-        self._without_advantage: float | None = None  # share of the newest step's groups; None: no groups yet
+        # share of the newest step's groups; None: no groups yet
+        self._without_advantage: float | None = None
         self._useless_steps = 0  # in a row, in which no group had an advantage
         self._tokens = 0.0  # of all responses so far
         self._seconds: deque[float] = deque(maxlen=RECENT)  # of the newest steps
@@ -120,7 +121,8 @@ class Records:
         self._useless_steps += 1
         if done and self._useless_steps != USELESS_STEPS:
             return
-        if rewards.known(samples):  # else all rewards failed, and `Generation._record_failures` has written an event
+        # If all rewards failed, `Generation._record_failures` has written an event.
+        if rewards.known(samples):
             self.event("reward", f"step {done + 1}: {without_advantage(samples)}")
 
     def steps(self, total: int) -> Iterator[int]:

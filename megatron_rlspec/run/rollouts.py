@@ -140,7 +140,8 @@ class Rollouts:
         Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
         RewardError if all rewards of `train.max_bad_steps` steps in a row failed.
         """
-        ahead, self._ahead = self._ahead, None  # also if it failed: the next `collect` generates again
+        # Also if it failed: the next `collect` generates again.
+        ahead, self._ahead = self._ahead, None
         self.newest = ahead.result() if ahead is not None else self._generate(step)
         groups = self.newest.groups
         current = step + 1  # the version that trains in this step

@@ -105,11 +105,13 @@ class Session:
         self.generates = config.generates(command)
         # metrics and rollouts of the newest step: `_stop` records them if the run ends before `record`
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
-        self._policy_changed = True  # since the last push; before the first one no engine has our policy
+        # since the last push; before the first one no engine has our policy
+        self._policy_changed = True
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
             self._open(closing, command, extensions or Extensions())
-            self._closing = closing.pop_all()  # only if nothing failed; else `closing` ends what was opened
+            # Only if nothing failed; else `closing` ends what was opened.
+            self._closing = closing.pop_all()
         # From here on a signal ends the run between two steps (`checkpoint`), with a checkpoint.
         self.interruption.defer()
 
@@ -253,7 +255,8 @@ class Session:
         samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
         by_group = [advantages(self.config.algorithm, longest, group) for group in groups]
-        by_sample = [value for of_group in by_group for value in of_group]  # in the order of `samples`
+        # In the order of `samples`.
+        by_sample = [value for of_group in by_group for value in of_group]
         if self.loaded.prompts is not None and self.loaded.replay is None:
             self.records.advantages(self.done, samples, by_group)
         # `observe` sets the draft vocabulary of this step, and tells the schedule of the rollouts.
@@ -280,7 +283,8 @@ class Session:
         Engines on the ranks' GPUs sleep from here until the next push.
         """
         if self.loaded.layout.colocated:
-            self.rank0.ask(lambda rollouts: rollouts.engines.sleep())  # first: the step needs their memory
+            # First: the step needs their memory.
+            self.rank0.ask(lambda rollouts: rollouts.engines.sleep())
         trains_policy = options.get("train_policy", True)
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:

@@ -69,7 +69,8 @@ class TrajectoryWriter:
             partial.unlink()
         recorded = list((run_dir / FOLDER).glob("step-*.safetensors"))
         for file in recorded:
-            if file >= file_of(run_dir, done):  # paths compare as texts, and numbers have a fixed width
+            # Paths compare as texts, and the numbers in them have a fixed width.
+            if file >= file_of(run_dir, done):
                 file.unlink()
         self._bytes = 0
         for step in range(done):

@@ -56,7 +56,8 @@ class OnlineLearner(DrafterSchedule):
         self.updates = 0
         # metrics of an update that ran during a rollout; `train_step` puts them into the record of that step
         self._metrics_during_rollout: dict[str, float] = {}
-        if "rule" in state:  # absent if the checkpoint is of another schedule: options may change between runs
+        # A checkpoint of another schedule has no rule: options may change between runs.
+        if "rule" in state:
             self.rule.restore(state["rule"])
             self.updates = int(state["updates"])
             self.last_update = int(state["last_update"])
@@ -67,14 +68,16 @@ class OnlineLearner(DrafterSchedule):
         if self.config.drafter.reward_weight == "none":
             return None
         rewards = [sample.reward for sample in samples]
-        succeeded = [not failed(sample) for sample in samples]  # else `reward` is 0 and means nothing
+        # A failed reward is 0 and means nothing.
+        succeeded = [not failed(sample) for sample in samples]
         return reward_weights(rewards, succeeded)
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Store the rollouts of a step, if updates learn from stored ones."""
         options = self.config.drafter
         if options.separate:
-            if options.replay == "none":  # with overlap: the next update learns from this rollout only
+            if options.replay == "none":
+                # with overlap: the next update learns from this rollout only
                 self.buffer.clear()
             self.buffer.add(samples_of(groups))
 
@@ -119,9 +122,11 @@ class OnlineLearner(DrafterSchedule):
 
     def _update_after(self, step: int) -> dict[str, float]:
         """Update the drafter after the policy's step, with hidden states of the policy as it is then."""
-        prediction = self.trainer.prediction  # as the policy's step left it; None if the drafter did not run there
+        # As the policy's step left it; None if the drafter did not run there.
+        prediction = self.trainer.prediction
         if self.load_policy is not None:
-            self.load_policy(step + 1)  # in a replay the recorded run has the policy after this step
+            # in a replay: the recorded policy after this step
+            self.load_policy(step + 1)
         metrics = self._update(step)
         metrics["drafter/seconds_added"] = self.seconds
         # The update predicts the acceptance on the rollouts that it learns from. For the next rollout that counts only

@@ -19,7 +19,8 @@ from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
 Draw = Literal["newest", "uniform", "reward"]
-LEAST = 16  # tokens that any sample counts at least: the Python objects around its arrays take about 1.6 KB
+# tokens that any sample counts at least: the Python objects around its arrays take about 1.6 KB
+LEAST = 16
 
 
 class ReplayBuffer:

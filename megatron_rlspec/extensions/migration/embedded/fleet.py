@@ -25,7 +25,8 @@ from megatron_rlspec.push.bucket import Bucket, buckets
 from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig
 
-LOST = "gloo/"  # in the errors of collective calls if another rank has ended: a path in gloo's source
+# in the errors of collective calls if another rank has ended: a path in gloo's source
+LOST = "gloo/"
 GRACE = 1.0  # seconds in which a follower's main thread may report that a rank was lost
 MESSAGE = 64 << 20  # bytes of weights in one message
 DIFFERS = -1  # no tensor has this fingerprint, so the comparison after a push finds a difference
@@ -46,21 +47,24 @@ class Fleet:
     def __init__(self, member: Member, every: int) -> None:
         self.member = member
         self.every = every
-        self._lock = threading.Lock()  # held during one order: one thread at a time talks to the ranks
+        self._lock = threading.Lock()  # held during one order to the ranks
         self._steady = threading.Condition(self._lock)  # no update is open
         self._updating = False
-        self._fields_lock = threading.RLock()  # of the attributes up to `_sizes`; held shortly, also beside a tick
+        # of the attributes up to `_sizes`; held shortly, also beside a tick
+        self._fields_lock = threading.RLock()
         self._new: Requests = []  # for the next tick
-        self._open: dict[str, tuple[Request, Sampling]] = {}  # by id, requests whose samples have not ended
+        # by id, requests whose samples have not ended
+        self._open: dict[str, tuple[Request, Sampling]] = {}
         self._dealt: set[str] = set()  # ids of open requests that the ranks have
         self._aborted: set[str] = set()  # ids for the next tick
         self._dropped: set[str] = set()  # ids for the next tick
-        self._done: dict[str, Sample] = {}  # by id, samples that their `generate` has not returned yet
+        self._done: dict[str, Sample] = {}  # by id, for their `generate`
         self._began = 0.0  # `perf_counter` when the first request of the rollout came
         self._moves: list[dict[str, Any]] = []  # records for `moves.jsonl`
         self._sizes: list[dict[str, Any]] = []
         self._closed = False
-        self._mid_order = False  # the ranks may be in the middle of an order, where a new one would be misread
+        # the ranks may be in the middle of an order, where a new one would be misread
+        self._mid_order = False
         self._lost = ""  # why the ranks can no longer be reached
 
     # -- generating ---------------------------------------------------------------------------------------------------
@@ -140,7 +144,8 @@ class Fleet:
             self.member.ranks.tell(("tick", order))
             try:
                 samples = self.member.tick(order)
-            except RuntimeError:  # a rank was lost: of the samples of this tick, only rank 0's own arrived
+            except RuntimeError:
+                # A rank was lost: of the samples of this tick, only rank 0's own arrived.
                 self._end([run.sample for run in self.member.runs if run.sample is not None])
                 raise
             with self._fields_lock:
@@ -154,7 +159,8 @@ class Fleet:
         """Hand samples that have ended to their `generate`."""
         for sample in samples:
             self._dealt.discard(sample.request_id)
-            if self._open.pop(sample.request_id, None) is not None:  # else `_forget` has dropped the request
+            # `_forget` may have dropped the request; then nobody waits for the sample.
+            if self._open.pop(sample.request_id, None) is not None:
                 self._done[sample.request_id] = sample
 
     def _record_tick(self, began: float) -> None:
@@ -207,7 +213,7 @@ class Fleet:
         # By id: a deal does not depend on the order in which requests came.
         for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
             groups.setdefault(request.prompt.id, []).append((request, sampling))
-        most = max(1, -(-len(self._new) // ranks))  # requests that one rank gets at once, rounded up
+        most = max(1, -(-len(self._new) // ranks))  # requests a rank gets at once, rounded up
         busy = [report.open for report in self.member.reports] or [0] * ranks
         dealt: list[Requests] = [[] for _ in range(ranks)]
         for group in groups.values():

@@ -164,7 +164,8 @@ class Member:
     def _step(self) -> None:
         try:
             self.engine.step()
-        except RuntimeError as error:  # EngineError, and torch's own: all must reach rank 0, by `_report`
+        except RuntimeError as error:
+            # EngineError, and torch's own errors: all must reach rank 0, by `_report`.
             self._error = f"rank {self.ranks.rank}: {error}".splitlines()[0]
 
     def _report(self) -> list[Sample]:

@@ -113,7 +113,8 @@ class TransferEndpoint:
                 id=grant.id,
                 drafter=(min(grant.drafter, drafted), drafted),
                 hidden=hidden,
-                target=(grant.target, length - 1),  # the last token is pending: the target has not run on it
+                # The last token is pending: the target has not run on it.
+                target=(grant.target, length - 1),
             )
             self.departing[grant.id] = (run, columns)
         return self._message(list(self.departing.values()))
@@ -208,7 +209,8 @@ class TransferEndpoint:
         prefix = self.cache.prefix[run.row]
         size = len(prefix.tokens)
         drafted = prefix.drafted
-        if drafted >= size:  # `cache.drafted` counts from the prefix on, and says nothing of the prefix itself
+        # `cache.drafted` counts from the prefix on, and says nothing of the prefix itself.
+        if drafted >= size:
             drafted = int(self.cache.drafted[run.row])
         return int(self.cache.length[run.row]), drafted, size
 

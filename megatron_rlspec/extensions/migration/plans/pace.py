@@ -11,7 +11,8 @@ from megatron_rlspec.speculation.acceptance import expected_tokens
 from megatron_rlspec.types import SpecConfig
 
 MOST_BATCH = 512  # the largest answer of `turning_point`
-NEGLIGIBLE = 0.1  # share of the first sample's throughput; one more sample adds less from the turning point on
+# share of the first sample's throughput; one more sample adds less from the turning point on
+NEGLIGIBLE = 0.1
 
 
 class Cost(Protocol):

@@ -104,6 +104,7 @@ def running_sample(request: Request) -> RunningSample:
     accept = 1.0
     if request.partial is not None:
         context += len(request.partial.response)
-        if any(request.partial.accepted):  # else no verify round has run, and the accept length is not defined
+        # Before the first verify round the accept length is not defined.
+        if any(request.partial.accepted):
             accept = accept_length(request.partial.accepted)
     return RunningSample(request.id, prompt, context, accept)

@@ -116,7 +116,8 @@ class TPPlanner:
         loads  one for each engine of the size `tp`
         """
         tokens = max(sum(sample.context for sample in load.running) for load in loads)
-        sending_ms = tokens * self.token_ms / tp  # each of an engine's `tp` ranks sends its heads only
+        # Each of an engine's `tp` ranks sends its heads only.
+        sending_ms = tokens * self.token_ms / tp
         samples = [sample for load in loads for sample in load.running]
         groups = deal(samples, self.ranks // size)
         prefill_ms = max(self._prefill_ms(group, size) for group in groups if group)
