@@ -43,9 +43,9 @@ class RolloutCancelledError(RuntimeError):
 class Generation:
     """Takes prompts, has engines generate samples of them, and has rewards score these.
 
-    Threads: `evaluate` runs in the caller's; `rollout` too, or in the one of `Rollouts` that generates ahead. `_ended`
-    and `_add` run in threads of engines and reward workers, and `Drawing` has a lock for them. `_abort_when_cancelled`
-    has a thread of its own.
+    Threads: `evaluate` runs in the caller's; `rollout` too, or in the background thread of `Rollouts`. `_ended` and
+    `_add` run in threads of engines and reward workers, and `Drawing` has a lock for them. `_abort_when_cancelled` has
+    a thread of its own.
 
     begun      groups that have begun and go on in the next rollout (`rollout.partial`)
     held_out   prompts of evaluations by the name of their set
@@ -103,7 +103,7 @@ class Generation:
         self._scorer.close()
 
     def restore(self, begun: Sequence[OpenGroup]) -> None:
-        """Continue with the begun groups of a checkpoint. If this run has no partial rollouts, an event says so."""
+        """Continue with a checkpoint's begun groups. Without `rollout.partial` they are dropped, and an event says so."""
         self.begun = list(begun)
         if self.begun and not self._rollout.partial:
             message = f"rollout.partial=0: {len(self.begun)} begun groups are not continued"

@@ -58,7 +58,7 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.train.updates import train_rollout
 from megatron_rlspec.types import Group, PackedBatch, Scope, samples_of
 
-DRIFT_SAMPLES = 16  # of a step, on which `Reference.drift` compares the policy with model.path
+DRIFT_SAMPLES = 16  # samples of a step on which `Reference.drift` compares the policy with model.path
 
 
 class RunStopped(RuntimeError):
@@ -118,7 +118,7 @@ class Session:
     def _open(self, closing: ExitStack, command: Command, extensions: Extensions) -> None:
         """Open the parts of the run. Their order must stay; `closing` ends them in the opposite one.
 
-        Whatever can be refused is refused before `_open_records`, the first that writes to the run directory.
+        Whatever can be refused is refused before `_open_records`, which writes the first records.
         """
         config = self.config
         self.loaded = load(config, command)

@@ -94,7 +94,7 @@ class Member:
         self.mover = TransferEndpoint(engine)
         self.reports: list[Report] = []
         self.runs: list[ActiveRequest] = []
-        self._error = ""
+        self._error = ""  # of this tick; "" if no round failed
         self._moved: list[MoveRecord] = []  # in this tick
 
     # ---- a tick -----------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Member:
     def tick(self, order: Tick) -> list[Sample]:
         """Run one tick. Collective. On rank 0 returns the samples of all ranks that have ended, elsewhere none.
 
-        An engine that fails does not raise: its error is in `reports`, and all ranks get to the end of the tick.
+        A round that fails does not raise: its error is in `reports`, and all ranks get to the end of the tick.
         """
         self._error = ""
         engine = self.engine
@@ -162,10 +162,11 @@ class Member:
         return loads
 
     def _step(self) -> None:
+        """Run one round. Keeps the error of an engine that fails, for `_report`."""
         try:
             self.engine.step()
         except RuntimeError as error:
-            # EngineError, and torch's own errors: all must reach rank 0, by `_report`.
+            # EngineError, and torch's own errors. The other ranks go on, so this one must, too.
             self._error = f"rank {self.ranks.rank}: {error}".splitlines()[0]
 
     def _report(self) -> list[Sample]:
