@@ -103,7 +103,7 @@ class Generation:
         self._scorer.close()
 
     def restore(self, begun: Sequence[OpenGroup]) -> None:
-        """Continue with a checkpoint's begun groups. Without `rollout.partial` they are dropped, and an event says so."""
+        """Continue with a checkpoint's begun groups. Without `rollout.partial` they are dropped; an event says so."""
         self.begun = list(begun)
         if self.begun and not self._rollout.partial:
             message = f"rollout.partial=0: {len(self.begun)} begun groups are not continued"

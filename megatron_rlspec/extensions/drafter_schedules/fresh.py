@@ -102,13 +102,13 @@ class FreshLearner(DrafterSchedule):
             self._learnt += tokens_of(taught)
             spent = time.perf_counter() - began
             late = spent * (done + 1) / done > seconds  # the next update would be
-            # `tell` is collective: every rank calls it after every update, and gets rank 0's answer
+            # `tell` is collective: every rank calls it after every update, and gets rank 0's answer.
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
         # Each update has set a prediction of the next rollout's acceptance. The one of the policy's step is kept:
         # there the drafter had not learnt from these texts yet.
         self._trainer.prediction = prediction
-        if self._ended(step + 1):  # they would only make checkpoints larger
+        if self._ended(step + 1):  # nothing reads them any more
             self._rollouts = []
         return {"drafter/seconds_fresh": spent}
 

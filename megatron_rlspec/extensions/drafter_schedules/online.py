@@ -107,10 +107,10 @@ class OnlineLearner(DrafterSchedule):
             if rollout_seconds is not None:  # on rank 0, which writes the record
                 # The update ran beside the rollout: only its seconds beyond the rollout's cost the run time.
                 spent = self.seconds if self.last_update == step else 0.0
-                hidden = min(spent, rollout_seconds)
+                hidden_seconds = min(spent, rollout_seconds)
                 metrics |= {
-                    "drafter/seconds_hidden": hidden,
-                    "drafter/seconds_added": spent - hidden,
+                    "drafter/seconds_hidden": hidden_seconds,
+                    "drafter/seconds_added": spent - hidden_seconds,
                 }
         elif due and not options.separate:
             self.last_update = step
