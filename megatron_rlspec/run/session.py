@@ -58,7 +58,8 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.train.updates import train_rollout
 from megatron_rlspec.types import Group, PackedBatch, Scope, samples_of
 
-DRIFT_SAMPLES = 16  # samples of a step on which `Reference.drift` compares the policy with model.path
+# samples of a step on which `Reference.drift` compares the policy with model.path
+DRIFT_SAMPLES = 16
 
 
 class RunStopped(RuntimeError):
