@@ -161,11 +161,11 @@ def test_an_aborted_sample_keeps_the_tokens_of_its_log_probs(routes):
 
     async def lines():
         body = RequestBody(id="a", input_ids=[1, 2], sampling=SamplingBody(max_new_tokens=20))
-        return [line async for line in routes["_generated"](body, "a", True)]
+        return [line async for line in routes["_generated_lines"](body, "a", True)]
 
     arguments = SimpleNamespace(incremental_streaming_output=False)
     manager = SimpleNamespace(generate_request=answers, server_args=arguments)
-    names = routes["_generated"].__globals__
+    names = routes["_generated_lines"].__globals__
     names["manager"] = lambda: manager
     names["_sglang"] = SimpleNamespace(weight_version=lambda manager: "0", spans=False)
     [line] = asyncio.run(lines())
@@ -193,7 +193,7 @@ def test_a_bucket_takes_no_memory_before_its_session_is_known(weight_routes, que
 
 
 def test_a_large_piece_of_shared_memory_is_not_kept(weight_routes, monkeypatch):
-    monkeypatch.setitem(weight_routes["bucket"].__globals__, "_KEPT", 64)
+    monkeypatch.setitem(weight_routes["bucket"].__globals__, "_MAX_KEPT_BYTES", 64)
     memory = weight_routes["_Memory"]()
     for size, kept in ((64, 64), (65, 0)):
         with memory.piece(size):

@@ -20,7 +20,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def manager() -> Any:
-    """Return SGLang's TokenizerManager."""
+    """Return SGLang's TokenizerManager. It exists once the server has started, not when this module is imported."""
     return http_server._global_state.tokenizer_manager
 
 
@@ -30,23 +30,30 @@ async def parsed(request: Request, model: type[Body]) -> Body:
 
 
 async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Run a command of `control.py` in the scheduler. Raises Refusal with its error."""
+    """Run a command of `scheduler/control.py` in every scheduler, and merge the answers of data-parallel ranks.
+
+    `arguments` are the command's keyword arguments, as JSON. Raises Refusal with a scheduler's error.
+    """
     message = DumperControlReqInput(method=METHOD, body=arguments | {"command": command})
     results = await manager().dumper_control(message)
     for result in results:
         if not result.success:
             raise Refusal(400, one_line(result.error))
+    # `control._handle` answers with a list of one object.
     return merge(command, [result.response[0] for result in results])
 
 
 def control(command: str, schema: type[Body]) -> Handler:
-    """Return the handler of a route that runs a command in the scheduler."""
+    """Return the handler of a route that runs a command in the scheduler.
+
+    A field that the body leaves out is not passed on, so the defaults are those of the command in `control.py`.
+    """
 
     async def run(request: Request) -> JSONResponse:
         body = await parsed(request, schema)
         return JSONResponse(await run_command(command, body.model_dump(exclude_unset=True)))
 
-    run.__name__ = command
+    run.__name__ = command  # FastAPI names the route by it
     return run
 
 
@@ -57,10 +64,12 @@ def check_success(success: bool, message: str) -> None:
 
 
 def one_line(text: str) -> str:
+    """Return an error's text on one line of at most 1000 characters."""
     return (" ".join(text.split()) or "the engine gave no reason")[:1000]
 
 
 def internal(error: Exception) -> str:
+    """Return the sentence for a defect of the server. The error's own text may show what no client should see."""
     return f"internal error ({type(error).__name__}); the engine's log has its traceback"
 
 
@@ -74,7 +83,7 @@ def answering(handler: Handler) -> Handler:
             return JSONResponse({"error": str(refusal)}, refusal.status)
         except ClientDisconnect:
             return JSONResponse({"error": "the client closed the connection"}, 400)
-        except Exception as error:
+        except Exception as error:  # anything else: SGLang would answer it with a page of text
             logger.exception("rlspec: %s failed", request.url.path)
             return JSONResponse({"error": internal(error)}, 500)
 

@@ -1,7 +1,8 @@
 """Our routes on SGLang's HTTP server, all below /rlspec. Weights travel as safetensors: nothing sent here is unpickled.
 
-docs/http-api.md describes them; `ROUTES` lists them. Every body and query is checked against `schemas.py` before
-anything reaches a scheduler. Every error is a JSON object with one sentence.
+docs/http-api.md describes them; `ROUTES` lists them; `client/engine.py` calls them. Every body and query is checked
+against `schemas.py` before anything reaches a scheduler. Every error is a JSON object with one sentence. All functions
+here run in the event loop of SGLang's HTTP process.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
-STARTED_AT_ONCE = 64  # samples; the server answers others in between
+STARTED_AT_ONCE = 64  # samples of one request; between two such portions the server answers other requests
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
 
@@ -44,18 +45,21 @@ logger = logging.getLogger(__name__)
 async def generate(request: Request) -> StreamingResponse:
     """Turn {"requests": [{"id", "input_ids", "sampling"}]} into lines {"id", "output_ids", "logprobs", "finish", ...}.
 
-    Lines hold the tokens after `begun` only. A sample that fails is a line {"id", "error"}, with the `status` that it
-    would have alone if SGLang refused it; a defect of the server ends the stream with a line {"error"}.
+    A sample's last line has all its tokens after `begun`. With `progress` there are lines {"id", "drawn", "rounds",
+    "version"} before it, each with the tokens since the line before; the client keeps them if the engine dies. A sample
+    that fails gets a line {"id", "error"}, with the HTTP `status` of the refusal if SGLang refused it. A defect of the
+    server ends the stream with a line {"error"}. Raises Refusal before the first line.
     """
     body = await parsed(request, schemas.GenerateBody)
     tokenizer = manager()
     await weight_routes.may_generate()
     sizes = tokenizer.model_config.vocab_size, tokenizer.context_len, tokenizer.num_reserved_tokens
     schemas.check_batch(body, *sizes)
-    if tokenizer.tokenizer is None and any(asked.sampling.stop for asked in body.requests):
+    if tokenizer.tokenizer is None and any(sample.sampling.stop for sample in body.requests):
         raise Refusal(400, "sampling.stop needs a tokenizer, and the model's directory has none")
-    finished = {asked.id: _finish(asked) for asked in body.requests if asked.begun}
-    # With --incremental-streaming-output the last answer of a stream is only its end.
+    finished = {sample.id: _finish_of_begun(sample) for sample in body.requests if sample.begun}
+    # Only position-keyed samples can go on elsewhere, so only they need progress. With --incremental-streaming-output
+    # the last answer of SGLang's stream lacks the earlier tokens, and the last line must have all.
     progress = (
         body.progress
         and _position_keyed()
@@ -70,21 +74,25 @@ def _position_keyed() -> bool:
     return Settings.from_environment().verifier == "position_keyed"
 
 
-def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
-    """Return SGLang's reason if a sample has ended before. Raises Refusal if it cannot go on here."""
+def _finish_of_begun(sample: schemas.RequestBody) -> dict[str, Any] | None:
+    """Return SGLang's `finish_reason` of a sample that its `begun` tokens end already; None if it goes on.
+
+    Raises Refusal if it cannot go on here.
+    """
     if not _position_keyed():
         raise Refusal(
             400,
-            f"request {asked.id}: a sample goes on only in an engine with --verifier position_keyed",
+            f"request {sample.id}: a sample goes on only in an engine with --verifier position_keyed",
         )
-    sampling = asked.sampling
+    sampling = sample.sampling
     try:
-        status = ended(asked.begun, _stop_tokens(sampling), sampling.max_new_tokens)
+        status = ended(sample.begun, _stop_tokens(sampling), sampling.max_new_tokens)
     except ValueError as error:
-        raise Refusal(400, f"request {asked.id}: {error}") from None
+        raise Refusal(400, f"request {sample.id}: {error}") from None
     if sampling.stop and status != "finished":
+        # The last begun token alone decides: the engine before this one would have ended at an earlier stop string.
         strings = StopStrings(sampling.stop, manager().tokenizer.decode)
-        if strings.end(asked.begun, len(asked.begun) - 1) is not None:
+        if strings.end(sample.begun, len(sample.begun) - 1) is not None:
             status = "finished"
     if status is None:
         return None
@@ -92,6 +100,7 @@ def _finish(asked: schemas.RequestBody) -> dict[str, Any] | None:
 
 
 def _stop_tokens(sampling: schemas.SamplingBody) -> set[int]:
+    """Return the token ids at which SGLang ends this sample."""
     stops: set[int] = set()
     if not sampling.ignore_eos:  # SGLang then ignores stop_token_ids, too
         stops = set(sampling.stop_token_ids) | set(manager().model_config.hf_eos_token_id or ())
@@ -103,20 +112,24 @@ def _stop_tokens(sampling: schemas.SamplingBody) -> set[int]:
 async def _lines(
     requests: list[schemas.RequestBody], finished: dict[str, dict[str, Any] | None], progress: bool
 ) -> AsyncIterator[bytes]:
+    """Generate all samples at once, and yield their lines as they come, as JSON.
+
+    finished  by id, for requests with `begun`: what `_finish_of_begun` returned
+    """
     lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     tasks: dict[str, asyncio.Task[None]] = {}
     left = len(requests)
     try:
-        for asked in requests:
-            rid = ids.inner(asked.id)
+        for sample in requests:
+            rid = ids.inner(sample.id)
             tasks[rid] = asyncio.create_task(
-                _one(asked, rid, finished.get(asked.id), progress, lines)
+                _put_lines(sample, rid, finished.get(sample.id), progress, lines)
             )
             if len(tasks) % STARTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         while left:
             line = await lines.get()
-            left -= "drawn" not in line
+            left -= "drawn" not in line  # a sample's last line
             yield json.dumps(line, allow_nan=False).encode() + b"\n"
     except Exception as error:
         logger.exception("rlspec: a stream of samples ended early")
@@ -129,53 +142,61 @@ async def _lines(
                 task.cancel()  # one that SGLang's scheduler does not know yet
 
 
-async def _one(
-    asked: schemas.RequestBody,
+async def _put_lines(
+    sample: schemas.RequestBody,
     rid: str,
     finished: dict[str, Any] | None,
     progress: bool,
     lines: asyncio.Queue[dict[str, Any]],
 ) -> None:
-    """Put the lines of one sample into the queue, the last of them without `drawn`."""
+    """Put the lines of one sample into the queue, the last of them without `drawn`. Raises nothing.
+
+    Exactly one line without `drawn` must come, whatever fails: `_lines` waits for one of each sample.
+    """
     try:
         if finished is not None:
-            nothing: list[int] = []
+            nothing: list[int] = []  # after the tokens in `begun`
             line = dict.fromkeys(
                 ("output_ids", "logprobs", "weight_versions", "accepted", "drafted"), nothing
             )
-            lines.put_nowait({"id": asked.id, "finish": finished, **line})
+            lines.put_nowait({"id": sample.id, "finish": finished, **line})
             return
-        async for line in _generated(asked, rid, progress):
-            lines.put_nowait({"id": asked.id, **line})
-    except ValueError as error:  # SGLang's, of a request that it does not take
+        async for line in _generated_lines(sample, rid, progress):
+            lines.put_nowait({"id": sample.id, **line})
+    except ValueError as error:
+        # SGLang's, of a request that it does not take; or `progress.logprobs`', for weights with NaN or infinity.
         manager().abort_request(rid=rid)
-        lines.put_nowait({"id": asked.id, "error": one_line(str(error)), "status": 400})
+        lines.put_nowait({"id": sample.id, "error": one_line(str(error)), "status": 400})
     except (
         HTTPException
     ) as error:  # SGLang's, for example of a sample that the KV cache cannot hold
         lines.put_nowait(
-            {"id": asked.id, "error": one_line(str(error.detail)), "status": error.status_code}
+            {"id": sample.id, "error": one_line(str(error.detail)), "status": error.status_code}
         )
     except Exception as error:
-        logger.exception("rlspec: request %s failed", asked.id)
-        lines.put_nowait({"id": asked.id, "error": internal(error)})
+        logger.exception("rlspec: request %s failed", sample.id)
+        lines.put_nowait({"id": sample.id, "error": internal(error)})
 
 
-async def _generated(
-    asked: schemas.RequestBody, rid: str, progress: bool
+async def _generated_lines(
+    sample: schemas.RequestBody, rid: str, progress: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it."""
-    sampling = asked.sampling.model_dump()
-    sampling["max_new_tokens"] -= len(asked.begun)
-    if asked.sampling.stop and asked.begun:
-        sampling["custom_params"] = {BEGUN: len(asked.begun)}
+    """Yield the lines of a sample: with `progress` its new tokens now and then, and at the end all of it.
+
+    Raises ValueError and HTTPException for a sample that SGLang refuses, and ValueError for NaN log-probs.
+    """
+    sampling = sample.sampling.model_dump()
+    # SGLang gets `begun` as a part of the prompt, so its count of new tokens excludes them.
+    sampling["max_new_tokens"] -= len(sample.begun)
+    if sample.sampling.stop and sample.begun:
+        sampling["custom_params"] = {BEGUN: len(sample.begun)}
     message = GenerateReqInput(
         rid=rid,
-        input_ids=asked.input_ids + asked.begun,
+        input_ids=sample.input_ids + sample.begun,
         sampling_params=sampling | ({"stream_interval": PROGRESS_TOKENS} if progress else {}),
         stream=progress,  # otherwise the one answer comes when the sample is finished
         return_logprob=True,
-        logprob_start_len=-1,
+        logprob_start_len=-1,  # none of the prompt's
     )
     began = _sglang.weight_version(manager())
     sent = Progress()
@@ -190,16 +211,17 @@ async def _generated(
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
             if _sglang.weight_version(manager()) == began:
+                # A retracted sample is prefilled once more.
                 line = sent.line(tokens, entries, marks, 1 + meta["num_retractions"])
                 if line is not None:
                     yield line | {"version": began}
             continue
-        # not by us; SGLang raises it without `stream`
+        # SGLang itself aborted the sample. Without `stream` it raises this exception; with `stream` it only answers.
         if finish["type"] == "abort" and finish.get("status_code"):
             raise HTTPException(finish["status_code"], finish["message"])
         # SGLang 0.5.15 gives the last token only if a sample is aborted while it waits
         if len(tokens) < len(entries):
-            tokens = [token for _, token, *_ in entries]
+            tokens = [token for _, token, *_ in entries]  # of (log-prob, token, text)
         yield {
             "output_ids": tokens,
             "logprobs": logprobs(entries),
@@ -214,7 +236,10 @@ async def _generated(
 
 
 async def abort(request: Request) -> JSONResponse:
-    """Abort the samples of these ids, or all. SGLang's own route would also abort ids that begin with one of them."""
+    """Abort the samples of these ids, or all. SGLang's own route would also abort ids that begin with one of them.
+
+    A client's id may be running more than once (`ids.py`); all of them end.
+    """
     wanted = (await parsed(request, schemas.AbortBody)).ids
     tokenizer = manager()
     if wanted is None:
@@ -227,6 +252,7 @@ async def abort(request: Request) -> JSONResponse:
 
 
 ROUTES: dict[str, Handler] = {
+    # One route for each command of `scheduler/control.py` that clients may give.
     **{f"control/{name}": control(name, schema) for name, schema in schemas.COMMANDS.items()},
     "generate": generate,
     "abort": abort,
@@ -243,7 +269,8 @@ ROUTES: dict[str, Handler] = {
 def add_routes(app: FastAPI) -> None:
     """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard`).
 
-    Each stands in the application itself: SGLang's metrics read `path` of every route, which a router has not.
+    They are added one by one and not as a router: SGLang's metrics read the attribute `path` of every route, and an
+    included router has none.
     """
     for path, handler in ROUTES.items():
         app.add_api_route(

@@ -1,7 +1,8 @@
 """`rlspec serve`: SGLang's own HTTP server with our plugin, our routes and, without a GPU, our CPU operators.
 
 Run it as a process of its own: SGLang takes over the main thread, the environment and the signal handlers. Options that
-are not listed go to SGLang.
+are not listed go to SGLang. `main` runs these stages in order: check the options (`checks.py`), compute SGLang's
+command line (`arguments_for`), set the environment, and start SGLang's server in this process (`_launch`).
 """
 
 from __future__ import annotations
@@ -65,12 +66,13 @@ _DISTRIBUTED = {
     "ROLE_WORLD_SIZE",
     "WORLD_SIZE",
 }
+# SGLang's options on a CPU, for every version; `versions.py` adds those of each version (`cpu_arguments`).
 _CPU_ARGUMENTS = [
     "--disable-cuda-graph",
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
-# SGLang's options that are refused with drafts, as `settings.refused` refuses them in SGLang's own server
+# SGLang's options that are refused with drafts. `settings.refused` refuses the same in SGLang's own server: keep equal.
 _WITHOUT_DRAFTS = (
     "--enable-mixed-chunk",
     "--disaggregation-mode",
@@ -80,7 +82,8 @@ _WITHOUT_DRAFTS = (
     "--dp-size",
     "--data-parallel-size",
 )
-_CPU_TOKENS = 65536  # of the KV cache on a CPU, by default
+_CPU_TOKENS = 65536  # size of the KV cache in tokens on a CPU, by default
+# For an engine that serves this machine only: its ranks then listen on no other interface.
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -188,21 +191,26 @@ def parser() -> Parser:
 
 
 def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return our options and SGLang's. SGLang would complete the beginning of an option of ours, past our checks."""
+    """Return our options, and the words for SGLang. Ends the process for a mistyped option of ours.
+
+    The API key is filled in from the environment if the command line has none.
+    """
     command = parser()
     options, rest = command.parse_known_args(argv)
+    # SGLang accepts abbreviated options. It would read a shortened option of ours as its own, past our checks.
     command.refuse_typos(rest)
     options.api_key = known_key(options.api_key)
     return options, rest
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve, or print what would be run. Raises ConfigError."""
+    """Serve until the process ends, or print the command that would be run. Raises ConfigError."""
     options, rest = parsed(argv)
     if options.stop_with_parent:
-        _scratch()  # before anything slow: the process that made it may be killed at any time
+        # Before anything slow: the launcher may be killed at any time, and would leave its directory behind.
+        _scratch()
         parents.end_with(options.stop_with_parent)
-    name = Path(options.model).name or options.model
+    model_name = Path(options.model).name or options.model  # `check` replaces the path by a local one
     check(options, parser().get_default)
     for text in rest:
         if options.spec != "off" and text.startswith(_WITHOUT_DRAFTS):
@@ -218,7 +226,7 @@ def main(argv: list[str] | None = None) -> None:
     if printed:
         print(_printed(options, [*arguments, *rest], settings, slots))
         return
-    print(f"rlspec serve: loading {name} in {options.dtype}", flush=True)
+    print(f"rlspec serve: loading {model_name} in {options.dtype}", flush=True)
     if options.draft_vocabulary and options.spec != "off":
         arguments.append(f"--speculative-token-map={_token_map(options, rest)}")
     if slots:
@@ -228,6 +236,7 @@ def main(argv: list[str] | None = None) -> None:
     loopback = is_loopback(options.host) and not any(
         text.startswith(("--nnodes", "--dist-init-addr")) for text in rest
     )
+    # From here to `_launch`: everything that SGLang and its processes read from the environment when they are imported.
     if loopback:
         for name, interface in _INTERFACES.items():
             os.environ.setdefault(name, interface)
@@ -239,8 +248,9 @@ def main(argv: list[str] | None = None) -> None:
         loopback=loopback,
         architectures=_architectures(options.model, options.draft_model),
     )
-    os.environ.update(settings.to_environment())
-    if settings.architectures:  # before SGLang is imported
+    os.environ.update(settings.to_environment())  # read by `plugin.register` in every process of SGLang
+    if settings.architectures:
+        # SGLang then does not import its 250 model files; `plugin._register_models` says why.
         os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     if device == "cpu":
         os.environ.update(installed_sglang().cpu_environment)
@@ -257,7 +267,10 @@ def _printed(
 
 
 def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
-    """Return the device of a printed command, whose machine may be another one. Raises ConfigError."""
+    """Return the device of a printed command: always "cuda", because this machine may not be the one that runs it.
+
+    Raises ConfigError for options that a printed command cannot carry.
+    """
     if options.device == "cpu":
         raise ConfigError("--print --device cpu: SGLang's own server needs a GPU for drafts")
     if options.draft_vocabulary:
@@ -272,7 +285,7 @@ def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
 @cache
 def _scratch() -> Path:
     """Return the directory of this engine's sockets and files. It is removed however the process ends."""
-    directory = scratch.current()
+    directory = scratch.current()  # made by `client/launcher.py`, if that started this process
     if directory is None:
         directory = scratch.make()
         os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
@@ -283,15 +296,16 @@ def _scratch() -> Path:
 def arguments_for(
     options: argparse.Namespace, device: str
 ) -> tuple[list[str], Settings, dict[str, Any]]:
-    """Return SGLang's command line, the plugin's settings, and the step counts to switch between, by batch size.
+    """Return SGLang's command line, the plugin's settings, and the content of --speculative-adaptive-config.
 
-    Raises ConfigError for step counts that cannot be. Writes nothing.
+    The last one (`_slots`) is {} without drafts. Raises ConfigError for step counts that cannot be. Writes nothing.
     """
     arguments = _engine_arguments(options, device)
     if options.spec == "off":
         return arguments, Settings(options.verifier), {}
     candidates = _candidates(options)
-    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures that step count at every batch.
+    # SGLang sizes its buffers by the startup value, so it may not be 0. It captures CUDA graphs of that step count at
+    # every batch size, and the rule needs the smallest step count at every batch size anyway (`graphs.needed`).
     start = min(steps for steps in candidates if steps)
     arguments += _drafter_arguments(options, start)
     settings = Settings(
@@ -314,7 +328,7 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
         f"--device={device}",
         f"--dtype={options.dtype}",
         f"--max-running-requests={options.max_running_requests}",
-        "--weight-version=0",
+        "--weight-version=0",  # a number, which the client reads by int(); SGLang's own is "default"
     ]
     total = options.max_total_tokens
     if device == "cpu":
@@ -325,6 +339,7 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
     if total:
         arguments.append(f"--max-total-tokens={total}")
     if options.verifier == "position_keyed" or device == "cpu":
+        # The flashinfer sampler, SGLang's default where it is installed, fails on a seed and on a CPU.
         arguments.append("--sampling-backend=pytorch")
     folder = Path(options.model)
     files_of_tokenizer = (folder / "tokenizer.json", folder / "tokenizer_config.json")
@@ -334,7 +349,7 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
 
 
 def _drafter_arguments(options: argparse.Namespace, start: int) -> list[str]:
-    """Return what SGLang's command line needs besides to draft, `start` steps a round at first."""
+    """Return the further options of SGLang's command line for drafts, with `start` draft steps a round at first."""
     arguments = [
         f"--speculative-algorithm={'EAGLE3' if options.draft_model else 'EAGLE'}",
         f"--speculative-num-steps={start}",
@@ -348,7 +363,10 @@ def _drafter_arguments(options: argparse.Namespace, start: int) -> list[str]:
 
 
 def _candidates(options: argparse.Namespace) -> list[int]:
-    """Return the step counts that the engine may switch between; one of them drafts."""
+    """Return the step counts that the engine may switch between, ascending; at least one is above 0.
+
+    Raises ConfigError for a number out of range, and for --candidate-steps that are no numbers.
+    """
     steps = {options.num_steps}
     if options.spec == "adaptive":
         try:
@@ -360,22 +378,22 @@ def _candidates(options: argparse.Namespace) -> list[int]:
     if min(steps) < 0 or max(steps) > MOST_DRAFTS:
         raise ConfigError(f"step counts {sorted(steps)}: expected numbers from 0 to {MOST_DRAFTS}")
     if max(steps) == 0:
-        steps.add(1)
+        steps.add(1)  # SGLang cannot start a drafter with 0 steps only (`arguments_for`)
     return sorted(steps)
 
 
 def _slots(options: argparse.Namespace, steps: Sequence[int]) -> dict[str, Any]:
-    """Return the step counts from each batch size on: 0, and what the rule can choose.
+    """Return SGLang's --speculative-adaptive-config: from each batch size on, the step counts to capture graphs for.
 
-    Step 0 is there for `hold`, even where no rule may choose it.
+    These are the ones that the rule can choose there, and 0. Step 0 is for `hold`, even where no rule may choose it.
     """
-    most_batch = options.max_running_requests
+    max_batch = options.max_running_requests
     layers = _hf_config(options.model).get("num_hidden_layers", 1)
-    most = graphs.needed(chains(steps), most_batch, layers)
+    largest = graphs.needed(chains(steps), max_batch, layers)  # configuration -> its largest batch
     if options.ragged:  # many drafts can pay at any batch if few of them are verified
-        most = dict.fromkeys(most, most_batch)
+        largest = dict.fromkeys(largest, max_batch)
     slots = {}
-    for batch, slot in graphs.slots(most, most_batch).items():
+    for batch, slot in graphs.slots(largest, max_batch).items():
         slots[batch] = {"candidate_steps": sorted({0, *slot["candidate_steps"]})}
     return slots
 
@@ -385,16 +403,24 @@ def _hf_config(model: str) -> dict[str, Any]:
 
 
 def tensor_parallel(rest: Sequence[str]) -> str:
-    """Return the tensor-parallel size among SGLang's own options, as it is written there; "1" without one."""
+    """Return the tensor-parallel size among SGLang's own options, as it is written there; "1" without one.
+
+    `rlspec answer` reads it from its command line, too (`commands/answer.py`).
+    """
+    # `--tp 2` and `--tp=2` become the same two words.
     words = [word for text in rest for word in text.split("=", 1)]
     names = ("--tp", "--tp-size", "--tensor-parallel-size")
     return next((size for name, size in itertools.pairwise(words) if name in names), "1")
 
 
 def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
-    """Write SGLang's first token map: the ends of a text, and the lowest ids. Raises ConfigError."""
+    """Write the file of SGLang's --speculative-token-map, and return its path. Raises ConfigError.
+
+    It holds the end-of-text tokens and the lowest ids, --draft-vocabulary in all. A run replaces the tokens, not their
+    number (`control/set_draft_vocabulary`).
+    """
     size = tensor_parallel(rest)
-    # SGLang refuses a size that is no number
+    # A size that is no number is left to SGLang, which refuses it.
     if size.isdigit() and options.draft_vocabulary % max(1, int(size)):
         raise ConfigError(
             f"--draft-vocabulary {options.draft_vocabulary}: --tp {size} ranks draft from equal parts; "
@@ -416,6 +442,7 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
 
 
 def _device(asked: str) -> str:
+    """Return "cpu" or "cuda" for --device. Raises ConfigError if the machine's GPUs cannot be used as asked."""
     import torch
 
     available = torch.cuda.is_available()
@@ -430,6 +457,7 @@ def _device(asked: str) -> str:
 
 
 def _install_stand_ins() -> None:
+    """Make SGLang importable without its compiled packages. Call it before SGLang is imported."""
     from megatron_rlspec.rollout.sglang.cpu import stand_ins
 
     names = stand_ins.install()
@@ -441,6 +469,10 @@ def _install_stand_ins() -> None:
 
 
 def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
+    """Import SGLang, change what our engine needs changed, and run its server until the process ends.
+
+    Raises ConfigError if SGLang cannot be imported.
+    """
     try:
         from sglang.srt.entrypoints import http_server
         from sglang.srt.plugins import load_plugins
@@ -456,29 +488,30 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
         if stand_ins.standing_in("sgl_kernel"):
             installed_sglang().prepare_cpu()
         _fork_children()
-    load_plugins()
+    load_plugins()  # adds our routes to `http_server.app` and registers the hooks (`plugin.register`)
     _name_shared_memory(_scratch())
     client = SGLangEngine(_url(options), api_key=options.api_key, timeout=60)
-    started: list[Callable[[], None]] = [lambda: _confirm(options, client)]
+    after_start: list[Callable[[], None]] = [lambda: _confirm(options, client)]
     if options.api_key:
         from megatron_rlspec.rollout.sglang.http.guard import require_key
 
-        started.insert(0, require_key(http_server.app, options.api_key))
+        # First: the server must be closed to requests without a key before `_confirm` reports that it is ready.
+        after_start.insert(0, require_key(http_server.app, options.api_key))
     http_server.launch_server(
         prepare_server_args(["--log-level=warning", *arguments]),
         execute_warmup_func=lambda _: _listening(client),
-        launch_callback=lambda: [act() for act in started],
+        launch_callback=lambda: [act() for act in after_start],
     )
 
 
 def _name_shared_memory(directory: Path) -> None:
-    """Let SGLang name its shared memory after our directory, so that both can be removed together."""
+    """Let SGLang name its shared memory after our directory: `scratch.remove` finds both by that name."""
     from sglang.srt.server_args import PortArgs
 
-    inner = PortArgs.init_new
+    original = PortArgs.init_new
 
     def init_new(*arguments: Any, **named: Any) -> Any:
-        ports = inner(*arguments, **named)
+        ports = original(*arguments, **named)
         ports.instance_id = directory.name
         return ports
 
@@ -492,17 +525,17 @@ def _fork_children() -> None:
     """
     from sglang.srt.entrypoints import engine
 
-    inner = engine._set_envs_and_config
+    original = engine._set_envs_and_config
 
     def then_fork(server_args: object) -> None:
-        inner(server_args)
+        original(server_args)  # sets the method "spawn"
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = then_fork
 
 
 def _architectures(*paths: str) -> tuple[str, ...]:
-    """Return the architectures of model directories whose files in SGLang are known."""
+    """Return the architectures in these model directories, if `FAMILIES` knows their files in SGLang. "" is skipped."""
     names: set[str] = set()
     for path in filter(None, paths):
         names.update(_hf_config(path).get("architectures") or ())
@@ -510,7 +543,10 @@ def _architectures(*paths: str) -> tuple[str, ...]:
 
 
 def _listening(client: SGLangEngine) -> bool:
-    """Wait until the server listens. This replaces SGLang's warm-up, whose generation a CPU engine does not need."""
+    """Wait until the server listens; runs in SGLang's warm-up thread. Returns True, SGLang's sign of success.
+
+    It replaces SGLang's warm-up, which generates tokens, and marks the server as ready as that does.
+    """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
@@ -526,6 +562,7 @@ def _listening(client: SGLangEngine) -> bool:
 
 
 def _url(options: argparse.Namespace) -> str:
+    # An IPv6 address stands in brackets in a URL.
     host = f"[{options.host}]" if ":" in options.host else options.host
     return f"http://{host}:{options.port}"
 
@@ -540,14 +577,17 @@ def _confirm(options: argparse.Namespace, client: SGLangEngine) -> None:
         print(f"rlspec serve: plugin not in force: {error}", flush=True)
         from sglang.srt.utils import kill_process_tree
 
-        kill_process_tree(os.getpid())
+        kill_process_tree(os.getpid())  # also kills this process, so the lines below need a good answer
     _treat_interrupt_as_terminate()
     print(f"rlspec serve: {in_force(answer)}", flush=True)
     print(f"rlspec serve: ready on {client.url}", flush=True)
 
 
 def _treat_interrupt_as_terminate() -> None:
-    """Treat SIGINT as SIGTERM. On SIGINT, SGLang stops its HTTP server, but not its other processes."""
+    """Treat SIGINT as SIGTERM. On SIGINT, SGLang stops its HTTP server, but not its other processes.
+
+    This runs in SGLang's warm-up thread. Python sets signal handlers in the main thread only, where the loop runs.
+    """
     from sglang.srt.entrypoints import http_server
 
     loop = http_server._global_state.tokenizer_manager.event_loop

@@ -1,8 +1,10 @@
 """The weight update of an engine: who may send, and whether the engine may generate. Imports no SGLang.
 
-SGLang's own sessions do not hold two promises. An update belongs to the client that began it: `begin` returns a token,
-and every other request of the update names it. And after an update that did not reach `end` the weights mix two
-versions: the engine generates nothing until a later update has sent the same tensors again.
+Two rules hold here that SGLang's own sessions do not have. An update belongs to the client that began it: `begin` makes
+a token, and every other request of the update names it. After an update that did not reach `end` the weights mix two
+versions, so the engine generates nothing until a later update has sent the same tensors again.
+
+`weight_routes.py` has the only `Weights` of an engine, and calls it under its lock.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from megatron_rlspec.types import Scope
 class Update:
     """An open update.
 
-    sent    names of the tensors that schedulers were given
-    failed  why a bucket was not loaded
+    scope    which tensors it may have: "all", "target" or "drafter"
+    version  decimal digits (`schemas.Version`)
+    token    32 hexadecimal digits (`schemas.SessionQuery`)
+    sent     names of the tensors that schedulers were given, whether or not they loaded them
+    failed   why a bucket was not loaded, or why the update cannot end; "" so far
     """
 
     scope: Scope
@@ -31,16 +36,18 @@ class Update:
 
 
 class Weights:
-    """What is known of an engine's weights.
+    """Whether an engine's weights are one version.
 
-    update     the open update, if there is one
-    undefined  why the engine generates nothing; "" if it does
+    update     the open update; None if there is none
+    undefined  why the weights are a mixture of versions, so that nothing may be generated; "" if they are none
     """
 
     def __init__(self) -> None:
         self.update: Update | None = None
         self.undefined = ""
-        self._mixed: set[str] = set()  # names of tensors that unfinished updates sent
+        # Names of all tensors sent since the last update that ended well. An update must have sent all of them to end
+        # well: what an unfinished one wrote is of another version.
+        self._mixed: set[str] = set()
 
     def check_defined(self) -> None:
         """Raise Refusal while the weights are a mixture of versions."""
@@ -48,17 +55,17 @@ class Weights:
             raise Refusal(409, f"{self.undefined}; push all of them, with scope=all")
 
     def begin(self, scope: Scope, version: str) -> Update:
-        """Open an update. Raises Refusal for a part of weights that are a mixture."""
+        """Open an update. Raises Refusal for a part of the weights (`scope`) while they are a mixture."""
         if scope != "all":
             self.check_defined()
         self.update = Update(scope, version)
         return self.update
 
     def update_of(self, token: str) -> Update:
-        """Return the open update of this token. Raises Refusal."""
+        """Return the open update. Raises Refusal without one, or if `token` is not its token."""
         if self.update is None:
             raise Refusal(409, "no weight update is open; call weights/begin first")
-        if not secrets.compare_digest(token, self.update.token):
+        if not secrets.compare_digest(token, self.update.token):  # in constant time, as for a password
             raise Refusal(
                 409,
                 f"session is not that of the open weight update, to version {self.update.version}, "
@@ -67,12 +74,12 @@ class Weights:
         return self.update
 
     def mark_sent(self, update: Update, names: Collection[str]) -> None:
-        """Note that schedulers are given these tensors."""
+        """Note that schedulers are given these tensors. Call it before they load them."""
         update.sent.update(names)
         self._mixed.update(names)
 
     def end(self, update: Update) -> None:
-        """End an update that is complete, as its owner says. Raises Refusal if it is not; then it ended unfinished."""
+        """End an update that its client says is complete. Raises Refusal if it is not, and ends it unfinished."""
         missing = self._mixed - update.sent
         reason = update.failed
         if missing and not reason:
@@ -88,7 +95,7 @@ class Weights:
         self.undefined = ""
 
     def abandon(self, update: Update, why: str) -> None:
-        """End an update unfinished."""
+        """End an update unfinished. The weights are then a mixture if a tensor was sent; `undefined` says `why`."""
         self.update = None
         if update.sent:
             self.undefined = (

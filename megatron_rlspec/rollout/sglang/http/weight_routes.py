@@ -1,7 +1,11 @@
 """The routes of a weight update: one push at a time, every bucket checked whole before a scheduler sees it.
 
-They stand beside SGLang's own, which hold three promises less: nothing from the network is unpickled, a wrong name or
-shape is refused before a tensor is written, and no mixture of two versions generates (`update.py`).
+They stand beside SGLang's own routes, and keep three promises that those do not: nothing from the network is unpickled,
+a wrong name or shape is refused before a tensor is written, and no mixture of two versions generates (`update.py`).
+
+The order of requests is begin, then buckets (`bucket`, `handle`, or `join` and `receive`), then `end` or `abandon`. The
+other side is `client/engine.py` and `client/transport.py`; docs/http-api.md describes the bodies. All functions here
+run in the event loop of SGLang's HTTP process.
 """
 
 from __future__ import annotations
@@ -42,17 +46,18 @@ from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import of_handle
 from megatron_rlspec.rollout.sglang.schemas import Refusal, parse_query
 
 _sglang = versions.installed()
-_SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
-_CONNECT_SECONDS = 5.0  # to the trainer's store, before a scheduler waits for it
-_UPDATE_SECONDS = 60.0  # that `generate` waits for the end of an update
-_KEPT = 1 << 30  # bytes of shared memory
+_SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}  # our scope -> SGLang's name for it
+_CONNECT_SECONDS = 5.0  # to reach the trainer's store, before a scheduler waits for it
+_UPDATE_SECONDS = 60.0  # how long `generate` waits for the end of an update
+_MAX_KEPT_BYTES = 1 << 30  # of shared memory, between buckets
 logger = logging.getLogger(__name__)
 
 
 class _Memory:
-    """Memory that SGLang's scheduler processes can map. One piece of at most `_KEPT` bytes stays between buckets.
+    """Shared memory, uint8, that SGLang's scheduler processes can map.
 
-    Allocating new pages costs more than the copy into them.
+    One piece of at most `_MAX_KEPT_BYTES` is kept for the next bucket: allocating new pages costs more than the copy
+    into them.
     """
 
     def __init__(self) -> None:
@@ -60,7 +65,8 @@ class _Memory:
 
     @contextmanager
     def piece(self, size: int) -> Iterator[torch.Tensor]:
-        """Lend `size` bytes."""
+        """Lend `size` bytes. Their content is arbitrary."""
+        # Nobody else may get this piece meanwhile: bodies of two clients can arrive at the same time.
         piece = self._free
         self._free = torch.empty(0, dtype=torch.uint8)
         if piece.numel() < size:
@@ -68,22 +74,24 @@ class _Memory:
         try:
             yield piece[:size]
         finally:
-            if self._free.numel() < piece.numel() <= _KEPT:
+            if self._free.numel() < piece.numel() <= _MAX_KEPT_BYTES:
                 self._free = piece
 
 
 weights = Weights()
 _memory = _Memory()
-_lock = asyncio.Lock()  # around what schedulers do in an update; no body is read under it
-_closed = asyncio.Event()  # set while no update is open
-_closed.set()
-_served: list[ServedTensors] = []  # what the engine holds, once it was asked
+# Held while schedulers work on an update, so that requests of two clients never mix. No body is read under it: a slow
+# client would keep others from beginning an update.
+_lock = asyncio.Lock()
+_no_update_open = asyncio.Event()
+_no_update_open.set()
+_served: list[ServedTensors] = []  # the answer of `_served_tensors`, once it was asked; at most one
 
 
 async def may_generate() -> None:
-    """Wait for the end of an open update. Raises Refusal if it does not come, or if weights are a mixture."""
+    """Wait for the end of an open update. Raises Refusal after `_UPDATE_SECONDS`, or if the weights are a mixture."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(_closed.wait(), _UPDATE_SECONDS)
+        await asyncio.wait_for(_no_update_open.wait(), _UPDATE_SECONDS)
     if weights.update is not None:
         raise Refusal(
             409,
@@ -95,35 +103,37 @@ async def may_generate() -> None:
 
 @asynccontextmanager
 async def _open_update(request: Request) -> AsyncIterator[Update]:
-    """Lend the open update that a request names, under the lock. Raises Refusal."""
+    """Hold the lock, and return the open update that the query's `session` names. Raises Refusal for another token."""
     query = parse_query(schemas.SessionQuery, request.query_params)
     async with _lock:
         yield weights.update_of(query.session)
 
 
 async def begin(request: Request) -> JSONResponse:
-    """Open an update, and return the token that its other requests name. Running samples are taken off the batch.
+    """Open an update, and return the token that its other requests name.
 
-    An update that is open ends unfinished: its client may have ended without a word.
+    Running samples lose their cache and wait; they are recomputed after the update. An update that is open ends
+    unfinished, because its client may be dead.
     """
     query = parse_query(schemas.BeginQuery, request.query_params)
     async with _lock:
         if weights.update is not None:
             await _give_up(weights.update, f"another one began, to version {query.version}")
+        # Before the first await: from here on `may_generate` lets no new request in.
         update = weights.begin(query.scope, query.version)
-        _closed.clear()
+        _no_update_open.clear()
         try:
             await manager().pause_generation(PauseGenerationReqInput(mode="retract"))
             check_success(*await _sglang.begin_push(manager(), _SELECTOR[query.scope]))
-        except BaseException:
+        except BaseException:  # also CancelledError: the engine must not stay paused
             await _give_up(update, "it could not begin")
             raise
     return JSONResponse({"session": update.token})
 
 
 async def bucket(request: Request) -> JSONResponse:
-    """Load a safetensors file of full tensors from the body."""
-    # Before memory is taken. It is asked again under the lock, since another client may begin an update meanwhile.
+    """Load a safetensors file of full tensors (`push.bucket.Bucket.file`) from the body."""
+    # Checked before memory is taken, and again under the lock: another client may begin an update meanwhile.
     weights.update_of(parse_query(schemas.SessionQuery, request.query_params).session)
     served = await _served_tensors()
     size = request.headers.get("content-length", "")
@@ -141,41 +151,45 @@ async def bucket(request: Request) -> JSONResponse:
 
 
 async def handle(request: Request) -> JSONResponse:
-    """Load a bucket from the trainer's memory on a GPU, which the schedulers open."""
-    asked = await parsed(request, schemas.HandleBody)
+    """Load a bucket from the trainer's GPU memory, which each scheduler opens (`scheduler/bucket_memory.py`)."""
+    body = await parsed(request, schemas.HandleBody)
     async with _open_update(request) as update:
-        check_described(asked, await _served_tensors(), update.scope)
+        check_described(body, await _served_tensors(), update.scope)
         arguments = manager().server_args
         if arguments.device != "cuda" or not _sglang.opens_handles:
             raise Refusal(
                 400,
                 f"this engine, on {arguments.device}, opens no memory of a GPU; push with push.transport=http",
             )
-        payloads = [of_handle(asked)] * arguments.tp_size
+        payloads = [of_handle(body)] * arguments.tp_size  # a handle can be opened by every rank
         message = _sglang.tensors(_SELECTOR[update.scope], payloads, load_format=None)
         loading = manager().update_weights_from_tensor(message, None)
-        return await _loaded(update, asked.names, loading)
+        return await _loaded(update, body.names, loading)
 
 
 async def join(request: Request) -> JSONResponse:
-    """Join the trainer, rank 0, in a process group."""
-    asked = await parsed(request, schemas.JoinBody)
+    """Join a process group whose rank 0 is the trainer (`client.transport.GroupBroadcast`). Returns after all joined.
+
+    This engine's tensor-parallel ranks are `first`, `first` + 1, ... of the group.
+    """
+    body = await parsed(request, schemas.JoinBody)
     async with _open_update(request):
         # A scheduler would wait for minutes for a trainer that is not there.
-        await asyncio.to_thread(_check_reachable, asked.address, asked.port)
+        await asyncio.to_thread(_check_reachable, body.address, body.port)
         message = InitWeightsUpdateGroupReqInput(
-            master_address=asked.address,
-            master_port=asked.port,
-            rank_offset=asked.first,
-            world_size=asked.size,
-            group_name=asked.group,
-            backend=asked.backend,
+            master_address=body.address,
+            master_port=body.port,
+            rank_offset=body.first,
+            world_size=body.size,
+            group_name=body.group,
+            backend=body.backend,
         )
         check_success(*await manager().init_weights_update_group(message, None))
     return JSONResponse({})
 
 
 def _check_reachable(address: str, port: int) -> None:
+    """Connect to the trainer's store and close the connection. Raises Refusal. Blocks: call it in a thread."""
     try:
         socket.create_connection((address, port), _CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:
@@ -184,19 +198,22 @@ def _check_reachable(address: str, port: int) -> None:
 
 
 async def receive(request: Request) -> JSONResponse:
-    """Load a bucket that the trainer broadcasts in one piece."""
-    asked = await parsed(request, schemas.ReceiveBody)
+    """Load a bucket that the trainer broadcasts in one piece, to the group of `join`."""
+    body = await parsed(request, schemas.ReceiveBody)
     async with _open_update(request) as update:
-        check_described(asked, await _served_tensors(), update.scope)
+        check_described(body, await _served_tensors(), update.scope)
         message = _sglang.broadcast(
-            _SELECTOR[update.scope], asked.group, asked.names, asked.dtypes, asked.shapes
+            _SELECTOR[update.scope], body.group, body.names, body.dtypes, body.shapes
         )
         loading = manager().update_weights_from_distributed(message, None)
-        return await _loaded(update, asked.names, loading)
+        return await _loaded(update, body.names, loading)
 
 
 async def end(request: Request) -> JSONResponse:
-    """End an update that is complete: drop what older weights computed, stamp its version, and let samples go on."""
+    """End an update that is complete: drop what older weights computed, stamp its version, and let samples go on.
+
+    Raises Refusal if a bucket failed or tensors are missing. The engine then stays paused until a later update.
+    """
     async with _open_update(request) as update:
         if not update.sent:
             await _give_up(update, "no bucket came")
@@ -204,38 +221,44 @@ async def end(request: Request) -> JSONResponse:
                 409, "no bucket came, so neither the weights nor their version have changed"
             )
         try:
+            # SGLang's session closes first. `stamp` (`scheduler/control.py`) then flushes the cached prefixes of the
+            # old weights, before anything may generate, and tells the schedulers the version. The last call tells it
+            # to this process, which names it in answers.
             check_success(*await _sglang.end_push(manager()))
             if not update.failed:
                 await run_command("stamp", {"version": update.version})
                 manager()._update_weight_version_if_provided(update.version)
         except Refusal as refusal:
-            update.failed = update.failed or str(refusal)
+            update.failed = update.failed or str(refusal)  # `weights.end` raises it
         try:
             weights.end(update)
         finally:
-            _closed.set()
+            _no_update_open.set()
+        # Not reached if `weights.end` raised: then the weights are a mixture, and samples must not go on.
         await manager().continue_generation(ContinueGenerationReqInput())
     return JSONResponse({})
 
 
 async def abandon(request: Request) -> JSONResponse:
-    """End an update unfinished, at its owner's wish."""
+    """End an update unfinished, because its client asks for it."""
     async with _open_update(request) as update:
         await _give_up(update, "its client gave it up")
     return JSONResponse({})
 
 
 async def _give_up(update: Update, why: str) -> None:
-    """End an update unfinished. If it has changed nothing, samples go on."""
+    """End an update unfinished; call it under the lock. Samples go on unless the weights are a mixture."""
     weights.abandon(update, why)
     logger.warning("rlspec: the update to version %s ended unfinished: %s", update.version, why)
+    # Its result does not matter: SGLang refuses it where `begin` did not get as far as a session.
     await _sglang.end_push(manager())
     if not weights.undefined:
         await manager().continue_generation(ContinueGenerationReqInput())
-    _closed.set()
+    _no_update_open.set()
 
 
 async def _load(piece: torch.Tensor, entries: Sequence[Entry], update: Update) -> JSONResponse:
+    """Have the schedulers load the tensors at `entries` of `piece`, a safetensors file in shared memory, uint8."""
     metadata = []
     for entry in entries:
         shape = torch.Size(entry.shape)
@@ -257,7 +280,8 @@ async def _load(piece: torch.Tensor, entries: Sequence[Entry], update: Update) -
 async def _loaded(
     update: Update, names: Sequence[str], loading: Awaitable[tuple[bool, str]]
 ) -> JSONResponse:
-    """Wait until the schedulers have loaded these tensors. Raises Refusal if not; then the update stays unfinished."""
+    """Wait until the schedulers have loaded these tensors. Raises Refusal if one fails; `end` then fails, too."""
+    # Before the wait: a load that fails or is cancelled may have written some of them.
     weights.mark_sent(update, names)
     try:
         check_success(*await loading)
