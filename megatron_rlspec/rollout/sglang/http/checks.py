@@ -19,7 +19,7 @@ from megatron_rlspec.models.headers import DTYPES, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 
-# options that act with drafts only
+# Options that act with drafts only, by their names in the parser of `serve.py`.
 _OF_DRAFTS = (
     "num_steps",
     "candidate_steps",
@@ -55,9 +55,12 @@ def dtype_of(model: str | Path) -> str:
 
 
 def check(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Check address, options and model directory. Raises ConfigError.
+    """Check address, options and model directories. Raises ConfigError.
 
-    default  returns the default of an option
+    Two things are changed: `options.model` and `options.draft_model` become local directories, and this process's
+    environment gets the variables that an EAGLE-3 drafter needs.
+
+    default  returns the default of an option of `serve.parser`
     """
     _check_address(options)
     options.model = hub.local(options.model)
@@ -72,22 +75,23 @@ def check(options: argparse.Namespace, default: Callable[[str], object]) -> None
 
 
 def _check_effects(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Refuse options that the others leave without effect."""
-    useless = {}
+    """Raise ConfigError for an option that differs from its default and that the other options leave without effect."""
+    useless = {}  # option -> the option that leaves it without effect
     if options.drafts == "argmax":
         useless["ragged"] = "--drafts argmax"
     if options.verifier != "position_keyed":
         useless |= dict.fromkeys(("drafts", "ragged"), f"--verifier {options.verifier}")
     if options.spec == "fixed":
         useless |= dict.fromkeys(("candidate_steps", "ragged"), "--spec fixed")
-    if options.spec == "off":
+    if options.spec == "off":  # replaces the reasons above: without drafts none of them matters
         useless = dict.fromkeys(_OF_DRAFTS, "--spec off")
-    for name, because in useless.items():
+    for name, cause in useless.items():
         if getattr(options, name) != default(name):
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect with {because}")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect with {cause}")
 
 
 def _check_model(options: argparse.Namespace) -> None:
+    """Check --model, and --draft-model beside it. The tokenizer's files may be absent: clients send token ids."""
     drafts = options.spec != "off"
     try:
         config = check_model(
@@ -100,10 +104,11 @@ def _check_model(options: argparse.Namespace) -> None:
 
 
 def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> None:
+    """Check the EAGLE-3 drafter of --draft-model; `target` is config.json of --model. Sets variables for SGLang."""
     given = f"--draft-model {options.draft_model}"
     if options.draft_vocabulary:
         raise ConfigError(
-            f"{given}: an EAGLE-3 drafter has words of its own; expected no --draft-vocabulary"
+            f"{given}: an EAGLE-3 drafter has a draft vocabulary of its own; expected no --draft-vocabulary"
         )
     if problem := installed_sglang().without_eagle3(target):
         raise ConfigError(f"{given}: {problem}")
@@ -116,6 +121,7 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
 
 
 def _check_address(options: argparse.Namespace) -> None:
+    """Check port, key and host. The port is tried now, because SGLang opens it only after it has loaded the model."""
     if not 1 <= options.port <= 65535:
         raise ConfigError(f"--port {options.port}: expected a port from 1 to 65535")
     if options.api_key and not (options.api_key.isascii() and options.api_key.isprintable()):
@@ -127,6 +133,7 @@ def _check_address(options: argparse.Namespace) -> None:
             f"--host {options.host} is reachable from outside: give --api-key or {KEY}, or listen on 127.0.0.1"
         )
     with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
+        # As a server does it: a port with old connections in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((options.host, options.port))

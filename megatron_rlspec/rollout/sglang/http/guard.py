@@ -1,4 +1,7 @@
-"""Guard every route, SGLang's included: require the API key, and refuse pages of other sites."""
+"""Guard every route, SGLang's included: require the API key, and refuse pages of other sites.
+
+Both functions change how the application builds its middleware, so they work only before the server starts.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
+# An ASGI application: called with scope, receive and send (https://asgi.readthedocs.io).
 App = Callable[
     [MutableMapping[str, Any], Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]],
     Awaitable[None],
 ]
-_OPEN = ("/health", "/ready", "/metrics")  # as SGLang has it, for probes that hold no key
+# Beginnings of paths that need no key, as in SGLang (utils/auth.py), for probes that hold none.
+_OPEN = ("/health", "/ready", "/metrics")
 
 
 def close_to_other_sites(app: FastAPI) -> None:
@@ -31,34 +36,38 @@ def require_key(app: FastAPI, key: str) -> Callable[[], None]:
     on a token that is not ASCII. During its start SGLang calls its own route /freeze_gc without a key. Call the
     returned function after the start: from then on that route needs the key, too.
     """
-    build = app.build_middleware_stack
+    original = app.build_middleware_stack
     expected = key.encode()
-    unguarded = [*_OPEN, "/freeze_gc"]
+    unguarded = [*_OPEN, "/freeze_gc"]  # read at every request; the returned function changes it
 
-    def guarded() -> App:
-        inner = build()
+    def build_guarded() -> App:
+        inner = original()
 
         async def check(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-            asked = scope["type"] in ("http", "websocket") and not scope["path"].startswith(
+            # The third type, "lifespan", starts and stops the application; no client sends it.
+            needs_key = scope["type"] in ("http", "websocket") and not scope["path"].startswith(
                 tuple(unguarded)
             )
-            if not asked or _holds(scope, expected):
+            if not needs_key or _has_key(scope, expected):
                 await inner(scope, receive, send)
             elif scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
+                await send({"type": "websocket.close", "code": 1008})  # policy violation
             else:
                 sentence = "expected the header `Authorization: Bearer KEY` with this server's key"
                 await JSONResponse({"error": sentence}, 401)(scope, receive, send)
 
         return check
 
-    app.build_middleware_stack = guarded
+    # Starlette calls it once, at the first event. What it returns stands before all middleware, SGLang's own included.
+    app.build_middleware_stack = build_guarded
     return lambda: unguarded.remove("/freeze_gc")
 
 
-def _holds(scope: MutableMapping[str, Any], expected: bytes) -> bool:
+def _has_key(scope: MutableMapping[str, Any], expected: bytes) -> bool:
+    """Return whether the request has exactly one header `Authorization: Bearer KEY` with the `expected` key."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(given) != 1:
         return False
     kind, _, token = given[0].partition(b" ")
+    # In constant time, and on bytes: `compare_digest` raises TypeError for text that is not ASCII.
     return kind.lower() == b"bearer" and secrets.compare_digest(token.strip(), expected)

@@ -1,6 +1,7 @@
 """`rlspec serve --print` and `--for`: what starts SGLang's own server with the plugin, by hand or by another project.
 
-The names of the projects' settings stand in these files of theirs:
+The arguments, settings and slots of the functions here are the three results of `serve.arguments_for`. Nothing is
+started, and no file is written. The projects define the names of their settings in these files of theirs:
 
     verl   verl/workers/rollout/sglang_rollout/async_sglang_server.py (`engine_kwargs`, `mtp`),
            verl/trainer/config/ppo_trainer.yaml (`ray_kwargs`)
@@ -18,9 +19,10 @@ from typing import Any
 
 from megatron_rlspec.rollout.sglang.settings import KEY, VARIABLE, Settings
 
-_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # `conversion.eagle3.environment_of`
+# Set by `checks.check` for an EAGLE-3 drafter with a shorter context (`conversion.eagle3.environment_of`).
+_LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 _ADAPTIVE_FILE = "rlspec-adaptive.json"
-# how a project's command line states a variable and an option of SGLang
+# Project -> how its command line states an environment variable, and an option of SGLang: both with name and value.
 _FORMS = {
     "verl": (
         "+ray_kwargs.ray_init.runtime_env.env_vars.{}=\\'{}\\'",
@@ -30,16 +32,18 @@ _FORMS = {
 }
 PROJECTS = tuple(_FORMS)
 _VERL_MTP = "actor_rollout_ref.model.mtp.{}={}"
+# Ends of SGLang's options --speculative-* that verl takes from its own section `mtp` and not from `engine_kwargs`.
 _IN_VERL_MTP = ("algorithm", "num-steps", "eagle-topk", "num-draft-tokens")
 
 
 def shell_commands(
     arguments: Sequence[str], settings: Settings, slots: Mapping[str, Any], *, has_key: bool
 ) -> str:
-    """Return the commands: one writes the step counts for which graphs are captured, one starts the server.
+    """Return shell commands: one writes the step counts for which graphs are captured, one starts the server.
 
-    slots    step counts to switch between, by batch size; empty without drafts
-    has_key  the server takes its key from the environment
+    arguments  SGLang's options, each one word `--name=value`
+    slots      content of --speculative-adaptive-config; empty without drafts
+    has_key    the server takes its key from the variable RLSPEC_API_KEY, so that the key is not printed
     """
     words = [f"{name}={value}" for name, value in _environment(settings).items()]
     words.append("python -m sglang.launch_server")
@@ -54,7 +58,11 @@ def shell_commands(
 def for_project(
     project: str, arguments: Sequence[str], settings: Settings, slots: Mapping[str, Any]
 ) -> str:
-    """Return what starts the engines of verl or miles with drafts; the arguments are those of `shell_commands`."""
+    """Return the settings, one a line, with which verl or miles starts its engines with drafts.
+
+    Only options of drafts and of sampling are printed; the project sets the others itself. The arguments are those of
+    `shell_commands`.
+    """
     variable, option = _FORMS[project]
     lines = _adaptive_file(slots)
     lines += [variable.format(name, value) for name, value in _environment(settings).items()]
@@ -67,20 +75,24 @@ def for_project(
         if not name.startswith(("speculative-", "sampling-")):
             continue
         form = _VERL_MTP if mtp and name.endswith(_IN_VERL_MTP) else option
-        if project == "verl":
+        if project == "verl":  # Hydra: Python names, and a value even for a flag
             name = name.replace("-", "_")
             value = value or "True"
-        lines.append(form.format(name, value).removesuffix("="))
+        lines.append(form.format(name, value).removesuffix("="))  # a flag of miles has no value
     return "\n".join(lines)
 
 
 def _adaptive_file(slots: Mapping[str, Any]) -> list[str]:
-    """Return the lines that write SGLang's file of step counts."""
+    """Return the shell lines that write SGLang's file of step counts; [] without drafts."""
     return [f"cat > {_ADAPTIVE_FILE} <<'END'", json.dumps(slots), "END"] if slots else []
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    """Return the variables, quoted for a shell: 1, or the settings that are not the defaults."""
+    """Return environment variables, quoted for a shell.
+
+    RLSPEC_SGLANG is 1 for default settings, else JSON of those that differ; `settings.Settings.from_environment` reads
+    both.
+    """
     defaults = dataclasses.asdict(Settings())
     changed = {}
     for name, value in dataclasses.asdict(settings).items():

@@ -2,9 +2,11 @@
 
 SGLang calls `register` in its main process, whose HTTP server gets our routes (`routes.py`) however it was launched,
 and in every scheduler process. The variable is 1 for the defaults, or JSON with fields of `settings.Settings`:
-`{"verifier": "position_keyed", "num_steps": 3}`.
-Without `num_steps` a rule chooses. It begins with the costs that the model's config.json implies, and corrects them by
-the engine's own rounds.
+`{"verifier": "position_keyed", "num_steps": 3}`. Without `num_steps` a rule chooses. It begins with the costs that the
+model's config.json implies, and corrects them by the engine's own rounds.
+
+SGLang finds `register` by the entry point `sglang.srt.plugins` in pyproject.toml. This module imports nothing heavy at
+its top, because every SGLang server of this Python environment imports it, also those without the variable.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Put the plugin in force if RLSPEC_SGLANG asks for it.
+    """Activate the plugin if RLSPEC_SGLANG is set.
 
     Ends the process with one line if that fails: SGLang would log an exception and serve without the plugin.
     """
@@ -38,6 +40,10 @@ def register() -> None:
 
 
 def _register(settings: Settings) -> None:
+    """Register all hooks of this package in this process, and add our routes in the HTTP process.
+
+    Raises ValueError for settings that this SGLang cannot run.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from megatron_rlspec.host import loopback
@@ -57,6 +63,7 @@ def _register(settings: Settings) -> None:
         )
     if settings.architectures:
         _register_models(settings.architectures)
+    # Hooks and commands read this global at every round. It must have the settings before any of them runs.
     decisions.decider = decisions.Decider(settings)
     from megatron_rlspec.rollout.sglang.scheduler.controller import DraftController
 
@@ -65,10 +72,12 @@ def _register(settings: Settings) -> None:
         DraftController,
         HookType.REPLACE,
     )
-    own = [*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings)]
-    own += ragged.hooks(settings)
-    own.append(("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", _check, "BEFORE"))
-    for target, hook, kind in (*own, *sglang.hooks()):
+    # (name in SGLang, our function, BEFORE, AFTER, AROUND or REPLACE). SGLang only logs a name that it does not have;
+    # the tests compare all names with each version of SGLang.
+    hooks = [*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings)]
+    hooks += ragged.hooks(settings)
+    hooks.append(("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", _check, "BEFORE"))
+    for target, hook, kind in (*hooks, *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
         loopback.bind_stores()
@@ -76,7 +85,7 @@ def _register(settings: Settings) -> None:
 
 
 def _check(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """End a server with options that adaptive speculation cannot be combined with."""
+    """End a server with options that adaptive speculation cannot be combined with, before it starts its processes."""
     from megatron_rlspec.rollout.sglang.settings import refused
 
     if server_args.speculative_adaptive and (reason := refused(server_args)):
@@ -87,8 +96,12 @@ def _check(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _register_models(architectures: Collection[str]) -> None:
-    """Import the one or two model files that are needed instead of SGLang's 250, in each of its processes."""
-    # With an external model package set, SGLang imports its own models only if an architecture is unknown.
+    """Import the one or two model files that are needed instead of SGLang's 250, in each of its processes.
+
+    architectures  as in config.json; each is a key of `FAMILIES` with `sglang_files` (`serve._architectures`)
+    """
+    # With an external model package set, SGLang imports its own models only if an architecture is unknown. "concurrent"
+    # is a package of the standard library without any model in it.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
     from sglang.srt.models.registry import ModelRegistry
 
@@ -105,6 +118,7 @@ def _register_models(architectures: Collection[str]) -> None:
 def _add_routes() -> None:
     """Add our routes in the HTTP process: SGLang's main program, or a process started to run its server."""
     name = "sglang.srt.entrypoints.http_server"
+    # A child process that has not imported the HTTP server is a scheduler: importing it there would only cost time.
     if name not in sys.modules and multiprocessing.parent_process() is not None:
         return
     from sglang.srt.entrypoints import http_server

@@ -1,4 +1,7 @@
-"""What a client has of a sample that is being generated. Each token is looked at once, however often a line is sent."""
+"""The lines that tell a client the new tokens of a sample that is being generated.
+
+Each token is read once, however many lines are sent. The client's side is `_longer` in `client/engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,14 @@ from typing import Any
 
 
 class Progress:
-    """The part of one sample that was sent.
-
-    tokens  how many
-    rounds  verify rounds in which they were generated
-    """
+    """The part of one sample that was sent. `tokens`: how many."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        # tokens that are no drafts: every round ends with one, and so does each prefill
+        # Tokens that are no drafts. Every verify round ends with one, and so does each prefill, so this minus the
+        # prefills is the number of rounds.
         self._ends = 0
-        self._marked = 0
+        self._counted_marks = 0  # there can be fewer marks than tokens
 
     def line(
         self,
@@ -27,29 +27,32 @@ class Progress:
         marks: Sequence[Any],
         prefills: int,
     ) -> dict[str, Any] | None:
-        """Return what is new of a sample, as a line's fields; None if nothing is. Raises ValueError for NaN.
+        """Return the fields of a line: the tokens since the last one, and all `rounds` so far; None without new tokens.
 
-        ids      all tokens so far
-        entries  of each token the log-prob, and what SGLang says besides
-        marks    of each token whether it was a draft
+        Raises ValueError for a log-prob that is not finite.
+
+        ids       all tokens so far
+        entries   of each token (log-prob, ...), SGLang's `output_token_logprobs`
+        marks     of each token whether it was a draft, 0 or 1 (`control._mark_drafts`)
+        prefills  how often the sample was prefilled so far
         """
         last = min(len(ids), len(entries))
         if last <= self.tokens:
             return None
         part = slice(self.tokens, last)
         new = {"output_ids": ids[part], "logprobs": logprobs(entries[part]), "drafted": marks[part]}
-        self._ends += sum(not mark for mark in marks[self._marked : last])
-        self._marked = min(len(marks), last)
+        self._ends += sum(not mark for mark in marks[self._counted_marks : last])
+        self._counted_marks = min(len(marks), last)
         self.tokens = last
         return {"drawn": new, "rounds": max(0, self._ends - prefills)}
 
 
 def logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
-    """Return the log-probs of tokens. Raises ValueError unless they are numbers: JSON has no other ones."""
-    found = [entry[0] for entry in entries]
-    if not math.isfinite(sum(found)):
-        place = next((i for i, value in enumerate(found) if not math.isfinite(value)), 0)
+    """Return the log-probs of tokens. Raises ValueError for NaN and infinity, which JSON does not have."""
+    values = [entry[0] for entry in entries]
+    if not math.isfinite(sum(values)):  # one sum is faster than a test of each
+        place = next((i for i, value in enumerate(values) if not math.isfinite(value)), 0)
         raise ValueError(
-            f"the weights give a log-prob of {found[place]}; push weights without NaN and infinity"
+            f"the weights give a log-prob of {values[place]}; push weights without NaN and infinity"
         )
-    return found
+    return values
