@@ -1,7 +1,8 @@
 """Check a bucket of weights before anything is loaded: its tensors cover all its bytes, and the engine holds each.
 
 A bucket in a request is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON
-header, and the tensors' bytes. Imports no SGLang.
+header, and the tensors' bytes. `push/bucket.py` writes it, and `http/weight_routes.py` calls these checks. Imports no
+SGLang.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from megatron_rlspec.rollout.sglang.schemas import Refusal, TensorsBody, plain
 from megatron_rlspec.types import Scope
 
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+# Types that may be sent; the same as `_NAMES` in `push/bucket.py`.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class ServedTensors:
-    """The tensors that an engine holds.
+    """The tensors that an engine holds, by their names in the checkpoint: the answer of the command `shapes`.
 
-    shapes    by the checkpoint's names
-    drafter   names of the drafter's tensors
-    unnamed   why the engine's names are not known, so that nothing can be checked; "" if they are
+    shapes   full shapes, without tensor parallelism; {} if `unnamed`
+    drafter  names of the drafter's own tensors, also if `unnamed`, where the family's table has them
+    unnamed  why the engine cannot name its tensors, so that names and shapes are not checked; "" if it can
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -39,7 +41,7 @@ class ServedTensors:
     def check(self, name: str, shape: Sequence[int], scope: Scope) -> None:
         """Raise Refusal unless the engine holds `name` of this shape and `scope` covers it."""
         if self.unnamed and (scope == "all" or not self.drafter):
-            return
+            return  # nothing is known to compare with
         expected = self.shapes.get(name)
         if expected is None and not self.unnamed:
             similar = difflib.get_close_matches(name[:200], self.shapes, n=1)
@@ -55,7 +57,7 @@ class ServedTensors:
 
 
 class Entry(NamedTuple):
-    """Bytes `first` to `end` of the bucket, header included, hold the tensor `name`."""
+    """A tensor of a bucket: its bytes are `first` to `end` - 1, counted from the beginning of the file."""
 
     name: str
     dtype: torch.dtype
@@ -65,23 +67,25 @@ class Entry(NamedTuple):
 
 
 def check_described(asked: TensorsBody, served: ServedTensors, scope: Scope) -> None:
-    """Raise Refusal unless the engine holds every tensor that a request describes."""
+    """Raise Refusal unless the engine holds every tensor that a request without a safetensors header describes."""
     for name, shape in zip(asked.names, asked.shapes, strict=True):
         served.check(name, shape, scope)
 
 
 def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
-    """Return the position of each tensor in a bucket. Raises Refusal for a malformed file or an unexpected tensor.
+    """Return the position of each tensor in a bucket, ascending. Raises Refusal for a malformed file or a wrong tensor.
 
-    The safetensors library checks that the tensors cover the bytes after the header, without holes and overlaps.
+    The safetensors library checks that the tensors cover the bytes after the header, without holes and overlaps. So
+    each begins where the one before it ends.
     """
     entries = []
-    first = 8 + int.from_bytes(data[:8], "little")
+    first = 8 + int.from_bytes(data[:8], "little")  # the first byte after the header
     for name, kind, shape in _header(data):
         if kind not in DTYPES:
             raise Refusal(400, f"{plain(name)} is of {kind}; expected dtype {', '.join(DTYPES)}")
         dtype = DTYPES[kind]
         served.check(name, shape, scope)
+        # SGLang's loaders view the bytes as numbers, which torch does at a multiple of their size only.
         if first % dtype.itemsize:
             raise Refusal(
                 400,
@@ -96,13 +100,14 @@ def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[
 def _header(data: memoryview) -> list[tuple[str, str, list[int]]]:
     """Return name, type and shape of each tensor of a safetensors file, in the order of their bytes. Raises Refusal.
 
-    The library reads files only. So it gets one of the bucket's length, which holds the header and else no pages.
+    The library reads files only. So it gets a file in memory of the bucket's length, in which only the header is
+    written: the tensors' bytes are not copied, and take no memory.
     """
     header = data[: 8 + min(int.from_bytes(data[:8], "little"), LONGEST_HEADER)]
     descriptor = os.memfd_create("rlspec-header", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, header)
-        os.ftruncate(descriptor, len(data))
+        os.ftruncate(descriptor, len(data))  # the library compares the file's length with the header
         with safe_open(f"/proc/self/fd/{descriptor}", framework="np") as file:
             tensors = [(name, file.get_slice(name)) for name in file.offset_keys()]
             return [(name, tensor.get_dtype(), tensor.get_shape()) for name, tensor in tensors]

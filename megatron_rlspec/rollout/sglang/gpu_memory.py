@@ -1,8 +1,12 @@
 """Memory of the trainer on a GPU that engines on the same machine open, by a handle: 64 bytes, in base64.
 
-The driver's own functions make and open handles. torch's way also sends the name of a file with reference counts, which
-the reader opens, and both torch and SGLang send pickles. A piece is filled when its handle is sent, and free again when
-the engine has answered, so no event travels. The engine copies a piece to memory of its own, and closes it.
+`GpuMemory` is the trainer's side: the transport `Handles` (`client/transport.py`) sends its handles. `copied` is the
+engine's side, in each scheduler process (`scheduler/bucket_memory.py`).
+
+CUDA's driver functions are called directly. torch's own sharing also sends the name of a file with reference counts,
+which the reader opens, and both torch and SGLang send pickles. No CUDA event is shared: a piece is filled completely
+before its handle is sent, and it is used again only after the engine has answered. The engine copies the piece to
+memory of its own and closes it before it answers.
 """
 
 from __future__ import annotations
@@ -24,18 +28,24 @@ class _Handle(ctypes.Structure):
 
 
 class GpuMemory(Memory):
-    """Pieces that engines can open. Their addresses are the driver's, since a handle is of a whole allocation."""
+    """Pieces of GPU memory that engines can open.
+
+    Each piece is an allocation of CUDA's driver and not of torch: a handle always names a whole allocation, and torch
+    puts many tensors into one.
+    """
 
     def __init__(self) -> None:
         super().__init__("cuda")
-        self._handles: dict[int, str] = {}  # by a piece's address
+        # By a piece's address. An address that the driver uses again gets a new entry in `_make`.
+        self._handles: dict[int, str] = {}
 
     def handle(self, piece: Tensor) -> str:
-        """Return the handle of a piece, in base64."""
+        """Return the handle of a piece that `turn` returned, in base64. `piece` must begin where that one begins."""
         return self._handles[piece.data_ptr()]
 
     def _make(self, needed: int) -> Tensor:
-        torch.empty(1, device=self.device)  # makes torch's context this thread's
+        # Makes torch's CUDA context this thread's, in which the driver then allocates.
+        torch.empty(1, device=self.device)
         allocated = _Allocation(needed)
         handle = _Handle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), allocated.address)
@@ -44,7 +54,10 @@ class GpuMemory(Memory):
 
 
 class _Allocation:
-    """Bytes on the current GPU, which torch reads as an array, and which go with the last tensor of them."""
+    """Bytes on the current GPU. `torch.as_tensor` makes a tensor of them without a copy, which keeps this object alive.
+
+    They are freed with the last tensor that views them.
+    """
 
     def __init__(self, size: int) -> None:
         self.address = ctypes.c_uint64()
@@ -52,21 +65,26 @@ class _Allocation:
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
-            "data": (self.address.value, False),
+            "data": (self.address.value, False),  # not read-only
             "version": 3,
         }
 
     def __del__(self) -> None:
-        if self.address.value:
+        if self.address.value:  # 0 if the allocation failed
             _driver().cuMemFree_v2(self.address)
 
 
 def copied(handle: str, size: int, device: torch.device) -> Tensor:
-    """Return a copy of a piece's first `size` bytes, uint8. Raises ValueError."""
-    landed = torch.empty(size, dtype=torch.uint8, device=device)
-    opened = ctypes.c_uint64()
-    asked = _Handle.from_buffer_copy(base64.b64decode(handle))
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), asked, ctypes.c_uint(_PEERS))
+    """Return a copy of the first `size` bytes of a piece of another process, `[size]` uint8, on `device`.
+
+    handle  of the piece, 64 bytes in base64
+
+    Raises ValueError if CUDA refuses, or if the piece is smaller.
+    """
+    copy = torch.empty(size, dtype=torch.uint8, device=device)
+    opened = ctypes.c_uint64()  # the piece's address in this process
+    ipc_handle = _Handle.from_buffer_copy(base64.b64decode(handle))
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), ipc_handle, ctypes.c_uint(_PEERS))
     try:
         base = ctypes.c_uint64()
         allocated = ctypes.c_size_t()
@@ -76,16 +94,18 @@ def copied(handle: str, size: int, device: torch.device) -> Tensor:
                 f"the tensors have {size} bytes, and the trainer's memory has {allocated.value}"
             )
         stream = torch.cuda.current_stream(device)
-        target = ctypes.c_uint64(landed.data_ptr())
+        target = ctypes.c_uint64(copy.data_ptr())
         queue = ctypes.c_void_p(stream.cuda_stream)
         _call("cuMemcpyDtoDAsync_v2", target, opened, ctypes.c_size_t(size), queue)
+        # Before the handle is closed, and before the answer, after which the trainer fills the piece again.
         stream.synchronize()
     finally:
         _driver().cuIpcCloseMemHandle(opened)
-    return landed
+    return copy
 
 
 def _call(name: str, *arguments: object) -> None:
+    """Call a function of CUDA's driver. Raises ValueError for another result than 0, which is success."""
     code = getattr(_driver(), name)(*arguments)
     if code:
         raise ValueError(

@@ -1,6 +1,9 @@
 """Schemas of the routes below /rlspec, and one plain sentence for each mistake in a body.
 
 Types are strict: `true` is no integer, `2.0` is no integer, "2" is no number. Imports neither torch nor SGLang.
+
+The limits protect the engine's process. docs/http-api.md documents the fields; `client/engine.py` and
+`client/transport.py` write them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ SHOWN_CHARACTERS = 60  # of a wrong value, in a sentence
 
 
 class Refusal(ValueError):
-    """A request that is not carried out: HTTP status and one sentence."""
+    """A request that is not carried out: HTTP status and one sentence.
+
+    The client treats 400 and 413 as faults of the request, which other engines would refuse, too (`MALFORMED` in
+    `client/connection.py`). For other statuses it raises `RefusedError`.
+    """
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -26,6 +33,8 @@ class Refusal(ValueError):
 
 
 class Strict(BaseModel):
+    """A body or query: an unknown field, another type, NaN and infinity are mistakes."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
@@ -40,13 +49,16 @@ def _top_k(value: int) -> int:
 
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$")]
-Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
-TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
-Edge = Annotated[int, Field(ge=0, le=1 << 40)]
+Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # of the weights: a number below 2⁶³, as the client reads it
+TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]  # `check_batch` compares with the vocabulary
+Edge = Annotated[int, Field(ge=0, le=1 << 40)]  # one dimension of a tensor's shape
 
 
 class SamplingBody(Strict):
-    """How a request's tokens are sampled; `types.Sampling` says what each field means."""
+    """How a request's tokens are sampled; `types.Sampling` says what each field means.
+
+    The names are those of SGLang's sampling parameters: `http/routes.py` passes the fields on.
+    """
 
     temperature: float = Field(1.0, ge=0, le=1000)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -60,7 +72,11 @@ class SamplingBody(Strict):
 
 
 class RequestBody(Strict):
-    """One sample to generate. `begun`: response tokens from before; `max_new_tokens` counts them."""
+    """One sample to generate.
+
+    input_ids  the prompt's tokens
+    begun      tokens of the response that were sampled before; `max_new_tokens` counts them
+    """
 
     id: RequestId
     input_ids: TokenIds
@@ -69,7 +85,7 @@ class RequestBody(Strict):
 
 
 class GenerateBody(Strict):
-    """`progress`: also send the tokens of samples that are being generated."""
+    """Samples to generate. `progress`: also send the new tokens of unfinished samples now and then."""
 
     requests: list[RequestBody] = Field(min_length=1)
     progress: bool = False
@@ -86,14 +102,17 @@ class Nothing(Strict):
 
 
 class SetConfig(Strict):
-    """`types.SpecConfig.from_json`, which the scheduler calls, checks the configuration."""
+    """The configuration of every later round. The scheduler checks it, by `types.SpecConfig.from_json`.
+
+    sharpness  of coupled drafts (docs/losslessness.md); None: it stays
+    """
 
     config: Any
     sharpness: float | None = None
 
 
 class SetSpecRule(Strict):
-    """`speculation.rule.SpecRule.from_json`, which the scheduler calls, checks what is in it."""
+    """The rule that chooses configurations. The scheduler checks it, by `speculation.rule.SpecRule.from_json`."""
 
     spec_rule: dict[str, Any]
 
@@ -105,9 +124,13 @@ class SetDraftVocabulary(Strict):
 
 
 class Hold(Strict):
+    """Why speculation is disabled until the command `release`."""
+
     reason: str = Field(min_length=1, max_length=4096)
 
 
+# Commands of `scheduler/control.py` that clients may give by POST /rlspec/control/NAME, and the schema of each body. A
+# field's name is the name of the command's parameter.
 COMMANDS: dict[str, type[Strict]] = {
     "describe": Nothing,
     "set_config": SetConfig,
@@ -139,7 +162,14 @@ class SessionQuery(Strict):
 
 
 class JoinBody(Strict):
-    """A process group of the trainer, rank 0, and the ranks of engines; this engine's begin at `first`."""
+    """A process group of the trainer, which is rank 0, and the tensor-parallel ranks of all engines.
+
+    address, port  of the trainer's store
+    size           ranks in the group
+    first          this engine's first rank
+    group          a new name. Its beginning is `GROUP_PREFIX` of `scheduler/protect.py`, which limits how long a
+                   scheduler waits in such groups only
+    """
 
     address: str = Field(min_length=1, max_length=253, pattern=r"^[A-Za-z0-9._:%-]+$")
     port: int = Field(ge=1, le=65535)
@@ -150,7 +180,10 @@ class JoinBody(Strict):
 
 
 class TensorsBody(Strict):
-    """Tensors that the trainer laid out in one piece: their bytes, one after the other."""
+    """Tensors that the trainer laid out in one piece: `push.bucket.Bucket.described`, and in the piece their bytes.
+
+    One element a tensor in each list, in the order of the bytes. `shapes` are full shapes.
+    """
 
     names: list[Text] = Field(min_length=1, max_length=1 << 16)
     dtypes: list[Literal["float64", "float32", "float16", "bfloat16"]] = Field(
@@ -162,13 +195,13 @@ class TensorsBody(Strict):
 
 
 class ReceiveBody(TensorsBody):
-    """Tensors that the trainer broadcasts."""
+    """Tensors that the trainer broadcasts in the group that `JoinBody` named."""
 
     group: Text
 
 
 class HandleBody(TensorsBody):
-    """Tensors in the trainer's memory on a GPU (`gpu_memory.py`): 64 bytes in base64."""
+    """Tensors in the trainer's memory on a GPU. `handle`: 64 bytes in base64, which `gpu_memory.copied` opens."""
 
     handle: str = Field(pattern=r"^[A-Za-z0-9+/]{86}==$")
 
@@ -190,9 +223,11 @@ def parse_query(model: type[Body], query: Mapping[str, str]) -> Body:
 
 
 def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int = 0) -> None:
-    """Refuse token ids outside the vocabulary, prompts that are too long, and ids that come twice.
+    """Raise Refusal for token ids outside the vocabulary, samples that are too long, and request ids that come twice.
 
-    reserved  tokens of the model's context that SGLang keeps for drafts
+    vocabulary  number of token ids
+    context     longest prompt and response together, in tokens
+    reserved    tokens of that context that SGLang keeps for drafts
     """
     ids: set[str] = set()
     for i, request in enumerate(body.requests):
@@ -220,7 +255,7 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
 
 
 def _check_tokens(place: str, tokens: list[int], vocabulary: int) -> None:
-    if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):  # the fast path for long lists
         return
     for i, token in enumerate(tokens):
         if not 0 <= token < vocabulary:

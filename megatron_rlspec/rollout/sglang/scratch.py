@@ -1,4 +1,9 @@
-"""The temporary directory of one engine, and its removal together with its shared memory, however it ends."""
+"""The temporary directory of one engine, and its removal together with its shared memory, however it ends.
+
+The launcher makes the directory and gives it to the engine as TMPDIR (`client/launcher.py`); an engine that somebody
+starts by hand makes its own (`serve._scratch`). SGLang's shared memory has the directory's name in its own
+(`serve._name_shared_memory`), so that `remove` finds both.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,8 @@ from pathlib import Path
 
 PREFIX = "rlspec-engine-"
 SHARED_MEMORY = Path("/dev/shm")
-# Of TMPDIR: the path of a socket has at most 107, and multiprocessing makes one below the engine's directory.
+# Longest TMPDIR in bytes: Linux allows 107 for the path of a socket, and multiprocessing makes one below the engine's
+# directory.
 MOST_BYTES = 107 - len("/rlspec-engine-XXXXXXXX/pymp-XXXXXXXX/listener-XXXXXXXX")
 
 
@@ -23,24 +29,24 @@ def make() -> Path:
 
     Raises OSError, also where the directory's name would be too long for the sockets in it.
     """
-    above = tempfile.gettempdir()
-    if len(os.fsencode(above)) > MOST_BYTES:
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > MOST_BYTES:
         what = (
             f"expected a temporary directory of at most {MOST_BYTES} bytes (TMPDIR), "
             "because engines keep sockets there"
         )
-        raise OSError(errno.ENAMETOOLONG, what, above)
+        raise OSError(errno.ENAMETOOLONG, what, parent)
     return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
 def current() -> Path | None:
-    """Return the directory that the launcher gave this process; None without one."""
+    """Return the directory that the launcher gave this process as TMPDIR; None without one."""
     directory = Path(tempfile.gettempdir())
     return directory if directory.name.startswith(PREFIX) else None
 
 
 def remove(directory: Path) -> None:
-    """Remove the directory and the shared memory that bears its name. Safe to repeat."""
+    """Remove the directory and the shared memory whose names contain its name. Safe to repeat."""
     for name in glob.glob(f"{SHARED_MEMORY}/*{glob.escape(directory.name)}*"):
         with suppress(OSError):
             os.unlink(name)
@@ -50,12 +56,15 @@ def remove(directory: Path) -> None:
 def remove_at_end(directory: Path) -> None:
     """Start a small process that removes the directory once this process has ended, by SIGKILL too.
 
-    It leaves the tree of this process's children, because SGLang kills these when it ends.
+    Call it before this process starts threads or imports SGLang: the small process is a fork of it.
     """
     try:
+        # It refers to this very process, also after its number is given to another one.
         server = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):  # before Linux 5.3; the launcher still removes what it made
         return
+    # Forked twice: the process in between ends, so the small one is no child of ours. SGLang kills all children when it
+    # ends, and the launcher kills our process group; `setsid` leaves that.
     child = os.fork()
     if child:
         os.close(server)
@@ -63,12 +72,13 @@ def remove_at_end(directory: Path) -> None:
         return
     os.setsid()
     if os.fork():
-        os._exit(0)
+        os._exit(0)  # `_exit` runs no handlers of the process that was forked
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # Whoever reads this process's output sees its end when it ends, and does not wait for the small process.
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    select.select([server], [], [])
+    select.select([server], [], [])  # a pidfd becomes readable when its process has ended
     remove(directory)
     os._exit(0)

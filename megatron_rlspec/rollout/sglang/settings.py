@@ -1,4 +1,7 @@
-"""Settings that every SGLang process of ours shares: how the plugin is configured, and the server's API key."""
+"""Settings that every SGLang process of ours shares: how the plugin is configured, and the server's API key.
+
+They travel in environment variables, because SGLang starts its scheduler processes itself.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from megatron_rlspec.types import SHARPNESS, Drafts, Verifier
 
 VARIABLE = "RLSPEC_SGLANG"
 KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read a command line
-# in the answer's meta_info: for every output token, whether it was a draft
+# Key of SGLang's answer's `meta_info`: for every output token, 1 if it was a draft, else 0. `scheduler/control.py`
+# writes it; `http/routes.py` and `integrations/slime/acceptance.py` read it.
 DRAFTED = "rlspec_drafted"
+# Reasons of `refused`; `integrations/slime/refusals.py` gives some of them, too.
 ATTENTION_RANKS = (
     "engines whose ranks attend to requests of their own were never run with a drafter on a GPU"
 )
@@ -28,17 +33,19 @@ REJECTION = (
 
 @dataclass(frozen=True)
 class Settings:
+    """How the plugin acts in an engine. The names are those of the JSON in RLSPEC_SGLANG (docs/plugin.md)."""
+
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     verifier: Verifier = "position_keyed"
     num_steps: int | None = None  # of every round; None: a rule chooses
     off: bool = True  # whether a rule may choose to draft nothing; `hold` may in any case
-    # remember the fingerprints of what each push gave to the models' loaders
+    # Remember the fingerprints of what each push gave to the models' loaders, for the command `delivered`.
     deliveries: bool = False
     drafts: Drafts = "coupled"  # with the verifier position_keyed
     ragged: bool = False  # whether rounds may verify another number of drafts of each request
     sharpness: float = SHARPNESS[0]  # of coupled drafts, until a rule names one
-    architectures: tuple[str, ...] = ()  # import SGLang's files of these alone; (): all its files
+    architectures: tuple[str, ...] = ()  # import SGLang's model files of these alone; (): all its files
     loopback: bool = False  # torch's stores listen on the loopback address only
 
     @classmethod
@@ -50,10 +57,11 @@ class Settings:
         return _parsed(os.environ.get(VARIABLE, ""))
 
     def to_environment(self) -> dict[str, str]:
+        """Return the variable that `from_environment` reads in SGLang's processes."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 
-@cache
+@cache  # read at every request; a process's variable does not change
 def _parsed(text: str) -> Settings:
     if text in ("", "1"):
         return Settings()
@@ -74,14 +82,19 @@ def known_key(given: str = "") -> str:
 
 
 def refused(server_args: Any) -> str:
-    """Return why SGLang's options cannot be combined with adaptive speculation; "" if they can."""
+    """Return why SGLang's options cannot be combined with adaptive speculation; "" if they can.
+
+    `_WITHOUT_DRAFTS` in `http/serve.py` has the same options for its command line.
+
+    server_args  SGLang's parsed `ServerArgs`
+    """
     if server_args.enable_mixed_chunk:
         return MIXED_CHUNK
     if server_args.disaggregation_mode != "null":
         return APART
     if server_args.speculative_use_rejection_sampling:
         return REJECTION
-    attention_ranks = getattr(server_args, "attn_dp_size", 1)  # of SGLang 0.5.23
+    attention_ranks = getattr(server_args, "attn_dp_size", 1)  # older versions than 0.5.23 do not have it
     if server_args.enable_dp_attention or max(server_args.dp_size, attention_ranks) > 1:
         return ATTENTION_RANKS
     return ""

@@ -1,4 +1,7 @@
-"""HTTP requests to one `rlspec serve`, and one line for each way in which they fail."""
+"""HTTP requests to one `rlspec serve`, and one line for each way in which they fail.
+
+Paths are those of `ROUTES` in `http/routes.py`, without the prefix /rlspec/.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.settings import KEY
 
-MALFORMED = (400, 413)  # statuses of requests that another engine would refuse, too
+# Statuses of requests that another engine would refuse, too. They become RequestError, which is not tried elsewhere.
+MALFORMED = (400, 413)
 _CONNECT_SECONDS = 10.0
 
 
@@ -23,10 +27,11 @@ class RefusedError(EngineError):
 
 
 class Connection:
-    """Requests below `url`/rlspec. Several threads may call it.
+    """Requests below `url`/rlspec. Several threads may call it: each request has a session of its own.
 
-    process  the server's, if this client started it
-    timeout  longest time in seconds without an answer
+    api_key  that the server was started with; "" sends none
+    process  the server's, if this client started it; it tells how the server ended
+    timeout  longest time in seconds without a byte of an answer
     """
 
     def __init__(
@@ -42,12 +47,16 @@ class Connection:
         return f"SGLangEngine({self.url})"
 
     def post(self, path: str, **arguments: Any) -> dict[str, Any]:
+        """Post a request and return its answer, a JSON object. Raises EngineError.
+
+        arguments  of `requests.Session.request`, such as `json`, `params` or `data`
+        """
         with self._send(path, **arguments) as answer:
             return self._object(path, answer.content)
 
     @contextmanager
     def asked(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Post a request, and read its answer in the `with` block."""
+        """Post a request, and read its answer in the `with` block. Raises as `post` and `reading`."""
         answer = self.post(path, **arguments)
         with self.reading(path, answer):
             yield answer
@@ -65,6 +74,7 @@ class Connection:
         self._send(route, under="/", json=body).close()
 
     def not_an_engine(self, path: str, answer: Any) -> RefusedError:
+        """Return the error for an answer that is no answer of our server: raw bytes, or JSON of another form."""
         text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         begins = text[:40].decode("ascii", "replace").replace("\ufffd", "?")
         return RefusedError(
@@ -72,8 +82,10 @@ class Connection:
         )
 
     def stream(self, path: str, **arguments: Any) -> Generator[dict[str, Any], None, None]:
+        """Post a request and yield the JSON objects of its answer, one a line, as they come. Raises EngineError."""
         with self._send(path, stream=True, **arguments) as answer:
             try:
+                # Without a chunk size a line is yielded as soon as it has come, and not once 512 bytes have.
                 for text in answer.iter_lines(chunk_size=None):  # type: ignore[call-overload]
                     if text:
                         yield self._object(path, text)
@@ -97,9 +109,12 @@ class Connection:
     def _send(
         self, path: str, under: str = "/rlspec/", method: str = "POST", **arguments: Any
     ) -> requests.Response:
-        """Send a request. Raises EngineError, with the server's sentence if it gave one."""
+        """Send a request. Return its answer if the status is 200. Raises EngineError.
+
+        under   "/rlspec/" for our routes, "/" for SGLang's own
+        """
         session = requests.Session()
-        session.trust_env = False
+        session.trust_env = False  # no proxy lies between a trainer and its engines, and no .netrc replaces the key
         try:
             answer = session.request(
                 method,
@@ -116,6 +131,7 @@ class Connection:
             raise self._refusal(path, answer)
 
     def _refusal(self, path: str, answer: requests.Response) -> EngineError:
+        """Return the error for an answer with another status than 200: RequestError if its status is MALFORMED."""
         status = answer.status_code
         if status == 401:
             needed = "another key than the one it was given"
@@ -136,9 +152,11 @@ class Connection:
         return kind(f"{self.url}: {path} refused ({status}): {reason[:500]}")
 
     def _why(self, error: requests.RequestException) -> str:
+        """Say in a few words why no answer came. An ended engine comes first: it explains all other errors."""
         # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
         inner = error.args[0] if error.args else None
         silent = isinstance(error, requests.Timeout) or isinstance(inner, ReadTimeoutError)
+        # A broken connection often means that the process is ending: wait up to 1 s for that.
         if self._process is not None and self._process.ends_within(0 if silent else 1):
             code = self._process.process.returncode
             return f"the engine ended with code {code} (log: {self._process.log})"

@@ -1,4 +1,8 @@
-"""One SGLang engine behind `rlspec serve`, as a `RolloutEngine`. Imports no sglang: it speaks HTTP."""
+"""One SGLang engine behind `rlspec serve`, as a `RolloutEngine`. Imports no sglang: it speaks HTTP.
+
+The other side is `http/routes.py` and `http/weight_routes.py`. Every method raises EngineError if the engine refuses,
+fails or is gone, but `alive` and `close`; `engine.py` says what each method means.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ from megatron_rlspec.types import (
     Status,
 )
 
+# SGLang's `finish_reason` -> the status of a sample
 _STATUS: dict[str, Status] = {"stop": "finished", "length": "truncated", "abort": "aborted"}
 logger = logging.getLogger(__name__)
 
@@ -43,8 +48,8 @@ class SGLangEngine(Connection):
     url        of the running server
     api_key    by default that of the environment variable RLSPEC_API_KEY
     process    the server's process, if this client started it and must end it
-    timeout    longest time in seconds without an answer or a finished sample
-    transport  of weights
+    timeout    longest time in seconds without an answer, or without a line about any sample
+    transport  that sends weights; by default in the bodies of requests
     """
 
     def __init__(
@@ -58,14 +63,15 @@ class SGLangEngine(Connection):
     ) -> None:
         super().__init__(url, known_key(api_key), timeout, process)
         self._transport = transport or Http()
-        self._broken = ""
-        self._held: dict[str, Any] | None = None
-        self._update = ""  # the token of the open weight update
+        self._broken = ""  # why the weights are not usable, so that `generate` refuses; "" if they are
+        self._served: dict[str, Any] | None = None  # the answer of the command `shapes`, once it was asked
+        self._update = ""  # the token of the open weight update; "" without one
 
     @classmethod
     def of(
         cls, process: EngineProcess, *, timeout: float = 1800.0, transport: Transport | None = None
     ) -> Self:
+        """Return the client of an engine that `launcher.launch` started; `close` then ends the engine."""
         return cls(
             process.url,
             api_key=process.api_key,
@@ -85,7 +91,10 @@ class SGLangEngine(Connection):
         sampling: Sampling,
         on_sample: Callable[[Sample], None] | None = None,
     ) -> list[Sample]:
-        """Generate one sample per request and return them in order. Calls `on_sample` with each finished sample."""
+        """Generate one sample per request and return them in order. Calls `on_sample` with each finished sample.
+
+        Raises EngineError, whose `begun` has what the unfinished samples had, so that another engine can continue them.
+        """
         if self._broken:
             raise EngineError(
                 f"{self.url}: serves nothing since a failed weight update: {self._broken}"
@@ -95,7 +104,7 @@ class SGLangEngine(Connection):
         by_id = {r.id: r for r in requests}
         body = {"requests": [_body(r, sampling) for r in requests], "progress": True}
         samples: dict[str, Sample] = {}
-        begun: dict[str, dict[str, Any]] = {}
+        begun: dict[str, dict[str, Any]] = {}  # by id, the lines of progress so far as one line (`_with_progress`)
         try:
             for line in self.stream("generate", json=body):
                 if "error" in line:
@@ -105,7 +114,7 @@ class SGLangEngine(Connection):
                 with self.reading("generate", line):
                     request = by_id[line["id"]]
                     if "drawn" in line:
-                        begun[request.id] = _longer(begun.get(request.id), line)
+                        begun[request.id] = _with_progress(begun.get(request.id), line)
                         continue
                     sample = samples[request.id] = _sample(request, line)
                 if on_sample:
@@ -115,7 +124,7 @@ class SGLangEngine(Connection):
         except EngineError as error:
             unfinished = {}
             for name in begun.keys() - samples.keys():
-                # marks and rounds that do not agree: the sample begins anew
+                # Where marks and rounds contradict each other, the sample begins anew: it is left out.
                 with suppress(KeyError, TypeError, ValueError):
                     unfinished[name] = Partial.of(_sample(by_id[name], begun[name]))
             error.begun = unfinished
@@ -124,17 +133,19 @@ class SGLangEngine(Connection):
 
     def begin_update(self, version: int, scope: Scope = "all") -> None:
         """Open an update. One that another client left open ends unfinished."""
+        # Before the request: an engine whose update does not reach its end must not generate, even if no answer comes.
         self._broken = self._broken or f"version {version} was not completed"
         query = {"scope": scope, "version": str(version)}
         with self.asked("weights/begin", params=query) as answer:
             self._update = answer["session"]
 
     def send(self, bucket: Bucket, *others: SGLangEngine) -> None:
+        """Send a bucket of `bucket_memory`. `others` share a joint transport with this engine (`GroupBroadcast`)."""
         posts = [engine._in_update for engine in (self, *others)]
         self._transport.send(posts, bucket)
 
     def end_update(self, error: str = "") -> None:
-        """Running samples continue under the new weights with a recomputed cache."""
+        """End the update; with `error`, unfinished. Running samples continue under the new weights, recomputed."""
         self._broken = error or self._broken
         if not error:
             self._in_update("weights/end")
@@ -146,14 +157,19 @@ class SGLangEngine(Connection):
     update_weights = update_weights
 
     def _in_update(self, path: str, **arguments: Any) -> dict[str, Any]:
-        """Post a request of the open update. Engines' bound methods of this name are equal if the engines are."""
+        """Post a request. Those of an update name the open one.
+
+        Transports get this bound method for each engine. It equals itself from push to push, by which `GroupBroadcast`
+        knows whether its engines are still the same.
+        """
+        # Transports also post control/describe, which takes no query.
         if path.startswith("weights/"):
             arguments["params"] = {"session": self._update}
         return self.post(path, **arguments)
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
-        asked = {"config": config.to_json(), "sharpness": sharpness}
-        self.post("control/set_config", json=asked)
+        body = {"config": config.to_json(), "sharpness": sharpness}
+        self.post("control/set_config", json=body)
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
         """Choose configurations by `SpecRule.from_json(rule)`. Without `candidates` the engine uses its own."""
@@ -178,6 +194,7 @@ class SGLangEngine(Connection):
     def sleep(self) -> None:
         """Pause, and have SGLang release weights and KV cache. On a CPU it only drops the cached prefixes."""
         self._broken = self._broken or "it slept, and no weights were pushed since"
+        # First: SGLang releases memory only when nothing runs. "retract" takes the running samples off the batch.
         self.post_to_sglang("pause_generation", {"mode": "retract"})
         self.post_to_sglang("release_memory_occupation", {})
 
@@ -189,19 +206,21 @@ class SGLangEngine(Connection):
         self.post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
 
     def progress(self) -> Load:
-        """Return what the engine decodes now, what waits, and its free room.
+        """Return what the engine decodes now, what waits, and the free room of its KV cache.
 
-        A resumed sample's `prompt` includes what it was resumed with.
+        The `prompt` of a sample that was continued includes the response tokens that it had before.
         """
         with self.asked("control/progress") as answer:
+            # Rows of four, in the order of the fields (`_progress` in `scheduler/control.py`).
             running = tuple(RunningSample(*row) for row in answer["running"])
             version = int(answer["version"])
             return Load(self.url, running, answer["waiting"], answer["free_tokens"], version)
 
     def stats(self) -> list[RoundStats]:
+        """Return and reset the counts and times of decode rounds, summed by (config, batch)."""
         stats = []
         with self.asked("control/stats") as answer:
-            for fields in answer["rounds"]:
+            for fields in answer["rounds"]:  # `RoundStats` as JSON objects: tuples came as lists
                 fields["config"] = SpecConfig(**fields["config"])
                 for histogram in ("accepted", "if_all"):
                     fields[histogram] = tuple(fields[histogram])
@@ -214,25 +233,31 @@ class SGLangEngine(Connection):
             return [(SpecConfig(**config), *rest) for config, *rest in answer["rounds"]]
 
     def fingerprints(self) -> dict[str, int]:
-        """Return those of the tensors held, or of what the loaders were given if the held tensors have no names."""
-        tensors = self._holds()
+        """Return the fingerprints of the tensors that the engine holds, by name.
+
+        An engine that cannot name its tensors returns those of the tensors that its loaders were given.
+        """
+        tensors = self._served_tensors()
         if tensors["unnamed"]:
             with self.asked("control/delivered") as delivered:
                 return as_delivered(delivered, tensors["drafter"].__contains__)
         with self.asked("control/fingerprints") as answer:
             return dict(answer["fingerprints"])
 
-    def _holds(self) -> dict[str, Any]:
-        """Return `shapes` by name, the `drafter`'s names, and why there are no shapes (`unnamed`); asked once."""
-        if self._held is None:
+    def _served_tensors(self) -> dict[str, Any]:
+        """Return the answer of the command `shapes`, asked once: names and shapes of an engine never change.
+
+        `shapes`: shape by name; `drafter`: the set of the drafter's names; `unnamed`: why there are no shapes, or "".
+        """
+        if self._served is None:
             with self.asked("control/shapes") as answer:
                 unnamed = answer["unnamed"]
-                self._held = {**answer, "drafter": set(answer["drafter"])}
+                self._served = {**answer, "drafter": set(answer["drafter"])}
             if unnamed:
                 logger.warning(
                     "%s: pushes are checked by what its loaders were given: %s", self.url, unnamed
                 )
-        return self._held
+        return self._served
 
     def describe(self) -> EngineDescription:
         """Describe the engine. Raises RefusedError if the server is not `rlspec serve`.
@@ -247,14 +272,17 @@ class SGLangEngine(Connection):
 
     @property
     def alive(self) -> bool:
+        """Return False if this client started the server's process and it has ended. It asks no server."""
         return self._process is None or not self._process.ended
 
     def close(self) -> None:
+        """End the server, if this client started it."""
         if self._process is not None:
             self._process.close()
 
 
 def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
+    """Return a request as `schemas.RequestBody`. The fields of `Sampling` have the names of `SamplingBody`."""
     body = {
         "id": request.id,
         "input_ids": np.asarray(request.prompt.tokens).tolist(),
@@ -265,8 +293,11 @@ def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
     return body
 
 
-def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, Any]:
-    """Return the line of a sample that would end here."""
+def _with_progress(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, Any]:
+    """Add a line of progress (`http/progress.py`) to those before it. Return the last line of a sample that ended here.
+
+    Such a line is what `_sample` reads. `before` is changed in place.
+    """
     sample: dict[str, Any] = before or {
         "output_ids": [],
         "logprobs": [],
@@ -276,7 +307,7 @@ def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, An
     new = line["drawn"]
     for field in ("output_ids", "logprobs", "drafted"):
         sample[field] += new[field]
-    sample["accepted"] = [line["rounds"]]
+    sample["accepted"] = [line["rounds"]]  # so far; `_sample` needs only the sum of this histogram
     sample["weight_versions"] = [
         {"version": line["version"], "start": 0, "end": len(sample["output_ids"])}
     ]
@@ -284,14 +315,20 @@ def _longer(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, An
 
 
 def _sample(request: Request, line: dict[str, Any]) -> Sample:
+    """Make the sample of its last line, joined with what the request had begun with.
+
+    Raises KeyError, TypeError or ValueError for a line that is not as `routes._generated_lines` writes it.
+    """
     response = np.asarray(line["output_ids"], dtype=np.int64)
     logprobs = np.asarray(line["logprobs"], dtype=np.float32)
     spans = tuple((int(s["version"]), s["start"], s["end"]) for s in line["weight_versions"])
+    # SGLang may mark tokens past the end of the response. Its histogram counts them, too, so only its sum is used: the
+    # number of verify rounds.
     drafted = tuple(runs(line["drafted"][: len(response)]))
     accepted = delivered(sum(line["accepted"]), drafted, len(response))
     begun = request.partial
     if begun is not None:
-        first = len(begun.response)
+        first = len(begun.response)  # the line counts from here
         response = np.concatenate([begun.response, response])
         logprobs = np.concatenate([begun.logprobs, logprobs])
         spans = begun.then(spans)

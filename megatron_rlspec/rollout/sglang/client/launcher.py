@@ -22,7 +22,11 @@ from megatron_rlspec.rollout.sglang.settings import KEY, known_key
 
 
 class EngineProcess:
-    """A running or starting server. Close it, or use it as a context manager; it also ends when this process does."""
+    """A running or starting server. Close it, or use it as a context manager; it also ends when this process does.
+
+    process    leads a process group of its own, which `close` kills
+    directory  its TMPDIR (`scratch.py`), which `close` removes
+    """
 
     def __init__(
         self, process: subprocess.Popen, url: str, log: Path, directory: Path, api_key: str
@@ -34,11 +38,14 @@ class EngineProcess:
         self.api_key = api_key
 
     def wait(self, timeout: float = 600.0) -> EngineProcess:
-        """Return when the engine answers. Closes the engine on failure."""
+        """Return `self` when the engine answers. Closes the engine and raises EngineError on failure.
+
+        timeout  in seconds; loading a large model takes minutes
+        """
         started = time.monotonic()
         headers = {"Authorization": f"Bearer {self.api_key}"}
         with requests.Session() as session:
-            session.trust_env = False
+            session.trust_env = False  # no proxy: the engine is on this machine
             while True:
                 if self.ended:
                     self.close()
@@ -52,7 +59,7 @@ class EngineProcess:
                     if answer.status_code == 200:
                         return self
                 except requests.RequestException:
-                    pass
+                    pass  # it does not listen yet
                 if time.monotonic() - started > timeout:
                     self.close()
                     raise EngineError(
@@ -65,7 +72,10 @@ class EngineProcess:
         return self.process.poll() is not None
 
     def ends_within(self, seconds: float) -> bool:
-        """Return whether the process ends within `seconds`. A killed process' connections break before it has ended."""
+        """Wait up to `seconds` for the end of the process; return whether it ended.
+
+        The connections of a killed process break a moment before it has ended.
+        """
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -73,12 +83,13 @@ class EngineProcess:
         return True
 
     def _reason(self) -> str:
-        """Return the line of the log that names the mistake, or the last line."""
+        """Return the last line of the log that names a mistake, else the last line, else the exit code."""
         lines = [
             line.strip()
             for line in self.log.read_text(errors="replace").splitlines()
             if line.strip()
         ]
+        # "rror:" stands in "Error:", "error:" and "ValueError:". `rlspec serve` names itself in its own errors.
         errors = [line for line in lines if line.startswith("rlspec serve:") or "rror:" in line]
         return (errors or lines or [f"exit code {self.process.returncode}"])[-1]
 
@@ -86,13 +97,14 @@ class EngineProcess:
         """Kill the process and everything it started, without a graceful shutdown. Safe to repeat."""
         self.process.kill()
         self.process.wait()
-        # Its children end with it, and their resource trackers then clean up. The rest of the group is killed below.
+        # Its children end with it, and their resource trackers then clean up: they get 3 s for that. What still runs of
+        # the group is killed below.
         deadline = time.monotonic() + 3
         while self._group_runs() and time.monotonic() < deadline:
             time.sleep(0.02)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        scratch.remove(self.directory)
+        scratch.remove(self.directory)  # last: no process of the engine may make files in it any more
 
     def _group_runs(self) -> bool:
         """Return whether a process of the group runs; ended ones, which a container may never reap, do not count."""
@@ -122,9 +134,11 @@ def launch(
 ) -> EngineProcess:
     """Start a server on a free port of this machine, and return at once.
 
-    `arguments` are options of `rlspec serve` or of SGLang; `environment` is added to this process's own. The server's
-    output goes to the file `log`. Requests need `api_key`, or else the key in RLSPEC_API_KEY, or else a random key that
-    only this process and the server know: it travels in the server's environment, which other users cannot read.
+    arguments    options of `rlspec serve` or of SGLang
+    log          file for the server's output
+    environment  added to this process's own
+    api_key      that requests need; "": the key in RLSPEC_API_KEY, or else a random key that only this process and the
+                 server know. It travels in the server's environment, which other users cannot read.
     """
     port = free_port(ENGINES)
     log = Path(log)
@@ -146,7 +160,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True,  # a process group of its own, which `close` kills as a whole
             env={
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",

@@ -5,7 +5,8 @@
     group    one process group of this process and the ranks of all engines (NCCL between GPUs, gloo otherwise)
 
 One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets.
-If that is `joint`, a bucket goes to all engines by one call, else to each by its own.
+If that is `joint`, a bucket goes to all engines by one call, else to each by its own. The engines' side is `bucket`,
+`handle`, `join` and `receive` in `http/weight_routes.py`.
 """
 
 from __future__ import annotations
@@ -25,26 +26,34 @@ from megatron_rlspec.host import environment, loopback
 from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
 
-Post = Callable[..., dict[str, Any]]
-_SECONDS = timedelta(seconds=120)  # for engines to join a group, or to take one bucket
+Post = Callable[..., dict[str, Any]]  # `SGLangEngine._in_update` of one engine
+# For engines to join a group, or to take one bucket; as `GROUP_SECONDS` of `scheduler/protect.py` on their side.
+_SECONDS = timedelta(seconds=120)
 
 
 class Transport(Protocol):
+    """A way to send buckets; `push/update.py` calls `send` once for each engine, or once for all in joint memory."""
+
     @property
     def memory(self) -> Memory:
         """Return the memory of the buckets that it sends."""
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
-        """Deliver a bucket of `memory` to engines within their open updates, which each `post` names."""
+        """Deliver a bucket of `memory` to engines within their open updates, which each `post` names.
+
+        Returns after all engines have loaded it. Raises EngineError.
+        """
 
 
 class Http:
+    """Send a bucket as the body of a request: a safetensors file, hence `headed` memory."""
+
     def __init__(self) -> None:
         self.memory = Memory(headed=True)
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
         [post] = posts
-        post("weights/bucket", data=bucket.file().numpy().data)
+        post("weights/bucket", data=bucket.file().numpy().data)  # a view: the bytes are not copied here
 
 
 class Handles:
@@ -66,54 +75,60 @@ class GroupBroadcast:
     backend  "nccl" or "gloo"; by default NCCL with a GPU. NCCL refuses two processes on one GPU
 
     The first bucket creates the group. When the engines change and after a failure the next bucket creates a new one.
-    An engine that fails during a push fails it for the others, too.
+    An engine that fails during a push fails it for the others, too. Only rank 0 of the trainer sends.
     """
 
     def __init__(self, address: str = "127.0.0.1", backend: str = "") -> None:
         self.address = address
         self.backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         self.memory = Memory("cuda" if self.backend == "nccl" else "cpu", joint=True)
-        self._members: list[Post] = []
+        self._members: list[Post] = []  # engines in the group; [] without a usable group
         self._name = ""
         self._group: Any = None
-        self._made = 0
+        self._groups_made = 0
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
         with ThreadPoolExecutor(len(posts)) as threads:
             if not self._members or set(self._members) != set(posts):
-                self._members = []
+                self._members = []  # stays so if joining fails
                 self._join(posts, threads)
                 self._members = list(posts)
-            what = {"group": self._name, **bucket.described}
-            answers = [threads.submit(post, "weights/receive", json=what) for post in posts]
+            body = {"group": self._name, **bucket.described}
+            # Not waited for yet: an engine answers after it has received the broadcast below.
+            answers = [threads.submit(post, "weights/receive", json=body) for post in posts]
             try:
                 self._broadcast(bucket.data())
                 for answer in answers:
                     answer.result()
-            except RuntimeError as error:
+            except RuntimeError as error:  # of torch.distributed, or an engine's EngineError
                 self._members = []
-                reasons = [answer.exception() for answer in answers]
-                reason = next((found for found in reasons if found is not None), error)
+                # An engine's own error says more than the broadcast that failed because of it.
+                failures = [answer.exception() for answer in answers]
+                reason = next((failure for failure in failures if failure is not None), error)
                 raise EngineError(f"weight group: {str(reason).splitlines()[0]}") from None
 
     def _broadcast(self, data: Tensor) -> None:
         dist.broadcast(data, src=0, group=self._group)
         if data.is_cuda:
-            # the piece of memory is filled again after this
+            # The caller fills this piece of memory again after `send`.
             torch.cuda.current_stream().synchronize()
 
     def _join(self, posts: Sequence[Post], threads: ThreadPoolExecutor) -> None:
+        """Make a new group of this process, rank 0, and the tensor-parallel ranks of all engines, one after the other.
+
+        Raises EngineError if an engine refuses, and torch's errors if one does not join in time.
+        """
         from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-        firsts = []
-        size = 1
+        firsts = []  # the first rank of each engine
+        size = 1  # rank 0 is this process
         for described in threads.map(lambda post: post("control/describe"), posts):
             problem = environment.disagreement(described.get("nccl_cumem_enable", ""), os.environ)
             if problem and self.backend == "nccl":
                 raise EngineError(f"weight group: {problem}")
             firsts.append(size)
             size += described["tensor_parallel"]
-        self._made += 1
+        self._groups_made += 1
         listening = loopback.listener(self.address)
         port = listening.getsockname()[1]
         store = dist.TCPStore(
@@ -122,19 +137,21 @@ class GroupBroadcast:
             size,
             is_master=True,
             timeout=_SECONDS,
-            wait_for_workers=False,
+            wait_for_workers=False,  # no engine knows this store yet: they are told below
             master_listen_fd=listening.detach(),  # torch itself would listen on every interface
         )
-        self._name = f"rlspec-{port}-{self._made}"
-        where = {
+        # Its beginning is `GROUP_PREFIX` of `scheduler/protect.py`. New for every group: SGLang keeps old names.
+        self._name = f"rlspec-{port}-{self._groups_made}"
+        body = {
             "address": self.address,
             "port": port,
             "size": size,
             "group": self._name,
             "backend": self.backend,
         }
+        # Submitted and not waited for: this process must join, too, before any of them answers.
         answers = [
-            threads.submit(post, "weights/join", json={**where, "first": first})
+            threads.submit(post, "weights/join", json={**body, "first": first})
             for post, first in zip(posts, firsts, strict=True)
         ]
         name: Any = self._name  # torch has a type of its own for it, but only in newer versions
@@ -148,8 +165,9 @@ class GroupBroadcast:
             group_name=name,
             timeout=_SECONDS,
         )
+        # As SGLang does it. `dist.broadcast` looks the rank of its source up here.
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         for answer in answers:
             answer.result()
         self._group = group
-        self._store = store
+        self._store = store  # it serves the group, so it must live as long
