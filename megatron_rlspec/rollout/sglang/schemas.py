@@ -49,7 +49,7 @@ def _top_k(value: int) -> int:
 
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$")]
-Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # of the weights: a number below 2⁶³, as the client reads it
+Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # of the weights; the client reads it by int()
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]  # `check_batch` compares with the vocabulary
 Edge = Annotated[int, Field(ge=0, le=1 << 40)]  # one dimension of a tensor's shape
 

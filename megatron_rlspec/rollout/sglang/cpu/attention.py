@@ -4,7 +4,9 @@ SGLang's `layers/attention/intel_amx_backend.py` (0.5.23) calls them for dense m
 They gather the requests' keys and values from the paged cache, pad them to the longest request, and mask the padding.
 
 Shapes: B requests, L query tokens of one request, S cached tokens, h query and n key/value heads, d head size.
-`req_to_token [pool, max_context]` maps (request slot, position) to a row of the KV cache.
+`req_to_token [pool, max_context]` maps (request slot, position) to a row of the KV cache. `req_pool_indices [B]` are
+the requests' slots, `seq_lens [B]` their cached tokens. SGLang passes all arguments by position, also those that are
+not used here, so their order must stay. `sliding_window` is the window's size + 1; 0: no window.
 """
 
 from __future__ import annotations
@@ -16,12 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Query-key pairs of one padded prefill call. A larger one processes its requests one by one, without padding.
+# Query-key pairs of one padded prefill call: they bound its mask. A larger call takes its requests one by one.
 _MAX_PADDED_PAIRS = 1 << 25
 
 
 class _Plan:
-    """What all layers of one forward pass share: the cache rows to gather, and the mask over them."""
+    """What all layers of one forward pass share: the cache rows to gather, and the mask over them.
+
+    key_buffer  of the first layer that asks
+    inputs      the tensors from which rows and mask were made
+    rows        [B, S] int64, rows of the KV cache; changed in place
+    mask        of `_additive`; None: every query sees every key
+    query_rows  [B, L] int64, rows of the query tensor, padded; None without padding
+    """
 
     def __init__(
         self,
@@ -32,28 +41,38 @@ class _Plan:
         query_rows: Tensor | None = None,
     ) -> None:
         self.first_buffer = key_buffer.data_ptr()
-        self.inputs = inputs
-        # Beyond a request's end rows are arbitrary, and masked.
+        self.inputs = inputs  # kept alive, so that no other tensor can be mistaken for one of them
+        # Beyond a request's end `req_to_token` is arbitrary. Those columns are masked, but must be valid rows.
         self.rows = rows.reshape(-1).clamp_(min=0)
         self.shape = rows.shape
         self.mask = mask
         self.query_rows = query_rows
 
     def gather(self, buffer: Tensor) -> Tensor:
-        """Return [B, S, n, d] of a paged buffer. `index_select` takes a quarter of the time of indexing by a matrix."""
+        """Return keys or values [B, S, n, d] of a paged buffer [cache rows, n, d].
+
+        `index_select` takes a quarter of the time of indexing by a matrix.
+        """
         return buffer.index_select(0, self.rows).view(*self.shape, *buffer.shape[1:])
 
     def serves(self, key_buffer: Tensor, inputs: tuple[Tensor, ...]) -> bool:
-        """Return whether this is the plan of the present pass. The first layer's buffer comes once a pass."""
+        """Return whether this is the plan of the present pass.
+
+        SGLang changes the inputs in place between passes, so that they are the same objects does not suffice. When the
+        first layer's buffer comes again, a new pass has begun.
+        """
         same = len(inputs) == len(self.inputs) and all(map(operator.is_, self.inputs, inputs))
         return same and key_buffer.data_ptr() != self.first_buffer
 
 
-_plan: _Plan | None = None  # of the present pass
+_plan: _Plan | None = None  # of the present pass; a scheduler runs its passes in one thread
 
 
 def _shared(key_buffer: Tensor, inputs: tuple[Tensor, ...], make: Callable[[], tuple]) -> _Plan:
-    """Return the plan of the present pass, which its layers share."""
+    """Return the plan of the present pass, which its layers share.
+
+    make  returns the last arguments of `_Plan`, from `rows` on; called by the first layer only
+    """
     global _plan
     if _plan is None or not _plan.serves(key_buffer, inputs):
         _plan = _Plan(key_buffer, inputs, *make())
@@ -73,6 +92,7 @@ def _attend(
     """
     batch, length, heads, size = query.shape
     kv_heads = key.shape[2]
+    # [B, n, (h / n) * L, d]: heads before tokens, the order of the mask's rows
     rows = (
         query.view(batch, length, kv_heads, -1, size)
         .permute(0, 2, 3, 1, 4)
@@ -89,13 +109,17 @@ def _attend(
 
 
 def _additive(visible: Tensor, query: Tensor, key_buffer: Tensor) -> Tensor:
-    """Turn visible [B, L, S] bool into 0 or -inf, [B, 1, (h / n) * L, S], in the query's dtype."""
+    """Turn visible [B, L, S] bool into a mask of 0 or -inf, [B, 1, (h / n) * L, S], in the query's dtype.
+
+    The rows are those of `_attend`: the L tokens once for each of the h / n heads.
+    """
     mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
     group = query.shape[-2] // key_buffer.shape[-2]
     return mask.repeat(1, group, 1)[:, None]
 
 
 def _refuse(*unsupported: object) -> None:
+    """Raise NotImplementedError if any of these arguments asks for what is not computed here."""
     if any(unsupported):
         raise NotImplementedError(
             "the plain torch CPU operators attend causally, without a window, sinks, a cap and cross attention"
@@ -123,10 +147,11 @@ def decode_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Attend with one query per request: query, output [B, h, d]; buffers [rows, n, d].
+    """Attend with one query per request: query, output [B, h, d]; buffers [cache rows, n, d].
 
-    key and value [B, n, d] are written to rows `loc` first. Raises NotImplementedError for what SGLang does not use for
-    dense models.
+    key and value [B, n, d] of the new tokens are written to the cache rows `loc [B]` first; `seq_lens` includes them.
+    None: they are there already. The result is written into `output`. Raises NotImplementedError for what SGLang does
+    not use for dense models.
     """
     _refuse(logit_cap, is_cross_attention, sliding_window > 0, sinks is not None)
     if key is not None:
@@ -137,7 +162,7 @@ def decode_attention_cpu(
     def make() -> tuple:
         longest = int(seq_lens.max())
         rows = req_to_token[req_pool_indices, :longest].long()
-        if len(seq_lens) == 1:
+        if len(seq_lens) == 1:  # no padding, and the only query is the last token
             return rows, None
         visible = torch.arange(longest) < seq_lens[:, None]
         return rows, _additive(visible[:, None], query, key_buffer)
@@ -175,23 +200,26 @@ def extend_attention_cpu(
 ) -> None:
     """Attend with the last `extend_lens[i]` tokens of request i: prefill, verify and draft-extend. Causal.
 
-    query, output [sum of extend_lens, h, d], request after request from `extend_start`. `seq_lens` includes the new
-    tokens, whose keys and values are in the buffers already. Raises as `decode_attention_cpu`.
+    query, output [sum of extend_lens, h, d]; those of request i begin at row extend_start[i]. `seq_lens` includes the
+    new tokens, whose keys and values are in the buffers already: `key` and `value` are not read. The result is written
+    into `output`. Raises as `decode_attention_cpu`.
     """
     _refuse(logit_cap, is_cross_attention, sliding_window > 0, sinks is not None)
     _refuse(tree_mask is not None, not is_causal)
     batch = len(extend_lens)
     total = query.shape[0]
-    uniform = batch * max_extend_len == total
+    uniform = batch * max_extend_len == total  # all requests have as many new tokens: nothing is padded
 
     def make() -> tuple:
         longest = int(seq_lens.max())
         rows = req_to_token[req_pool_indices, :longest].long()
+        # [B, L]: the position of each query, and so the last one that it sees
         last_seen = (seq_lens - extend_lens)[:, None] + torch.arange(max_extend_len)
         mask = _additive(torch.arange(longest) <= last_seen[:, :, None], query, key_buffer)
         query_rows = None
         if not uniform:
             index = torch.arange(max_extend_len)
+            # Row `total` is the extra one for padding, below.
             query_rows = torch.where(
                 index < extend_lens[:, None], extend_start[:, None] + index, total
             ).long()
@@ -217,7 +245,7 @@ def extend_attention_cpu(
         )
         output.view(out.shape).copy_(out)
         return
-    # Padding rows read and write one extra row behind the real ones.
+    # Padding reads one extra row of zeros behind the real ones, and its results are dropped.
     assert plan.query_rows is not None, "requests of different lengths have padding"
     padded = torch.cat((query, query.new_zeros(1, *query.shape[1:])))[plan.query_rows]
     out = _attend(padded, keys, values, plan.mask, scaling)

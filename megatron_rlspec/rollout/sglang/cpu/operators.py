@@ -6,7 +6,9 @@ Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
 `kernels/ops/speculative/*.py`, `kernels/ops/sampling/murmur_hash.py`, `layers/attention/intel_amx_backend.py`.
 
 Shapes: B requests, K = num_steps + 1 verified tokens. `req_to_token [pool, max_context]` maps (request slot, position)
-to a row of the KV cache.
+to a row of the KV cache. `req_pool_indices [B]` are the requests' slots; ranges start[i]..end[i] exclude the end.
+SGLang passes all arguments, also those that are not used here, so names and order must stay. Most functions write their
+results into tensors that SGLang passes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Write the cache rows `out_cache_loc` to positions start[i]..end[i] of every request, one after the other."""
+    """Write the cache rows `out_cache_loc` to positions start[i]..end[i] of every request, request after request."""
     places = _places(req_pool_indices, start, end)
     req_to_token[places] = out_cache_loc[: len(places[0])].to(req_to_token.dtype)
 
@@ -50,6 +52,7 @@ def _places(slots: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """Return (slot, position) of every element of the ranges start[i]..end[i], request after request."""
     lengths = (end - start).long()
     rows = torch.repeat_interleave(slots.long(), lengths)
+    # Element j of the result, which belongs to request i, has position start[i] + j - (elements before request i).
     first = torch.repeat_interleave(start.long() - (lengths.cumsum(0) - lengths), lengths)
     return rows, first + torch.arange(len(rows))
 
@@ -78,7 +81,10 @@ def build_draft_decode_metadata_cpu(
     num_steps: int,
     pool_len: int,
 ) -> Tensor:
-    """Return the rows of `req_to_token` of the drafting requests, [B, longest context that drafting reaches]."""
+    """Return the cache rows of the drafting requests, [B, longest context + num_steps].
+
+    Beyond a request's own context they are arbitrary.
+    """
     return req_to_token[req_pool_indices.long(), : int(seq_lens.max()) + num_steps]
 
 
@@ -96,17 +102,18 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Write the tree of a chain: node j of request i has position len_i + j, and node j + 1 follows it.
+    """Write the tree of a chain: node j of request i has position verified_seq_len[i] + j, and node j + 1 follows it.
 
-    retrieve_* [B, K] int64, positions [B * K] int64. `tree_mask` stays as it is: the mask of a chain is the causal one,
-    which the verify pass applies without reading it.
+    positions [B * K] int64. Of each node, [B, K] int64: `retrieve_index` its place in the batch, `retrieve_next_token`
+    the next node of the request, `retrieve_next_sibling` another node with the same parent; -1: none. `tree_mask` stays
+    as it is: the mask of a chain is the causal one, which the verify pass applies without reading it.
     """
     batch = len(verified_seq_len)
     node = torch.arange(draft_token_num)
     positions.view(batch, -1).copy_(verified_seq_len.long()[:, None] + node)
     retrieve_index.copy_(torch.arange(batch)[:, None] * draft_token_num + node)
     following = node + 1
-    following[-1] = -1
+    following[-1] = -1  # the chain's end
     retrieve_next_token.copy_(following.expand(batch, -1))
     retrieve_next_sibling.fill_(-1)
 
@@ -128,6 +135,7 @@ def verify_tree_greedy_cpu(
     accepted nodes and then -1; accept_token_num [B], the number of accepted drafts.
     """
     batch, nodes = candidates.shape
+    # cumprod is 0 from the first draft on that differs, so the sum counts the drafts before it.
     accepted = (candidates[:, 1:] == target_predict[:, :-1]).cumprod(1).sum(1)
     node = torch.arange(accept_index.shape[1])
     flat = torch.arange(batch)[:, None] * nodes + node
@@ -139,7 +147,10 @@ def verify_tree_greedy_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, stride: int
 ) -> None:
-    """Write the last accepted token of every request. accept_tokens [B, stride]; accept_lens [B] includes it."""
+    """Write the last new token of every request, the target's own, into bonus_tokens [B].
+
+    accept_tokens [B, stride]; accept_lens [B]: how many of them are new, the last one included.
+    """
     last = torch.arange(len(accept_lens)) * stride + accept_lens - 1
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 
@@ -147,7 +158,10 @@ def fill_bonus_tokens_cpu(
 def fill_accept_out_cache_loc_cpu(
     accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
 ) -> None:
-    """Write the cache rows of the accepted nodes, packed to the front."""
+    """Write the cache rows of the accepted nodes, packed to the front.
+
+    accept_index  as `verify_tree_greedy_cpu` writes it: flat indices into out_cache_loc [B * K], and -1
+    """
     accepted = accept_index[accept_index >= 0].long()
     accept_out_cache_loc[: len(accepted)] = out_cache_loc[accepted]
 
@@ -159,13 +173,14 @@ def copy_all_layer_kv_cache_cpu(
 
 
 def murmur_hash32_cpu(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Hash (seed, position, column): seed [N] int64, positions [N], columns [V] -> [N, V] uint32; see `noise`."""
+    """Hash (seed, position, column): seed [N], positions [N], columns [V] -> [N, V] uint32; see `noise`."""
+    # Views, not conversions: the hash takes the same 64 bits, whether SGLang passes them signed or not.
     return noise.murmur3(seed.view(torch.int64), positions.view(torch.int64), columns).view(
         torch.uint32
     )
 
 
-# What SGLang imports from `sgl_kernel`, and what it calls through `torch.ops.sgl_kernel`.
+# What SGLang imports from `sgl_kernel`, by the function's name. `stand_ins.install` puts it there.
 FUNCTIONS: dict[str, Callable] = {
     f.__name__: f
     for f in (
@@ -180,6 +195,7 @@ FUNCTIONS: dict[str, Callable] = {
         verify_tree_greedy_cpu,
     )
 }
+# What SGLang calls through `torch.ops.sgl_kernel`.
 OPERATORS: dict[str, Callable] = {
     f.__name__: f for f in (decode_attention_cpu, extend_attention_cpu, murmur_hash32_cpu)
 }

@@ -1,6 +1,7 @@
 """Let SGLang's CPU engine multiply by packed weights, where `sgl_kernel`, which packs them itself, is not installed.
 
-Copies are dropped after everything that writes into weights, since SGLang's loaders write through `.data`.
+`embedded/packed.py` keeps a packed copy of each matrix. All copies are dropped after everything that writes into
+weights: SGLang's loaders write through `.data`, which torch does not count as a change, so a copy would stay old.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from megatron_rlspec.rollout.embedded.packed import PackedWeights
 LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+# Methods of UPDATER that write into weights. The tests compare them with the installed SGLang: a new one must be here.
 WRITERS = (
     "check_weights",
     "end_weight_update",
@@ -25,10 +27,11 @@ WRITERS = (
     "update_weights_from_tensor",
 )
 
-_weights = PackedWeights()
+_weights = PackedWeights()  # of this scheduler process
 
 
 def hooks() -> Iterator[tuple[str, Callable, str]]:
+    """Yield hooks for `plugin._register`: (name in SGLang, our function, kind)."""
     yield LINEAR, _apply, "REPLACE"
     yield HEAD, _head, "AROUND"
     for writer in WRITERS:
@@ -36,6 +39,7 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
 
 
 def _apply(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply as `UnquantizedLinearMethod.apply`."""
     return _weights.linear(x, layer.weight, bias)
 
 
@@ -47,7 +51,10 @@ def _head(
     bias: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Multiply by an output layer that is a plain matrix, of the hidden states' dtype; leave others to SGLang."""
+    """Multiply by an output layer that is a plain matrix, of the hidden states' dtype; leave others to SGLang.
+
+    Returns logits [N, V]. For such layers SGLang ignores the bias, too.
+    """
     weight = getattr(head, "weight", None)
     plain = type(getattr(head, "quant_method", None)).__name__ in (
         "NoneType",

@@ -1,6 +1,7 @@
 """Replace the two compiled packages that SGLang imports and that have no build for a plain CPU torch.
 
-`install()` makes both importable before SGLang is imported. A package that is installed stays as it is.
+`install()` makes both importable; call it before SGLang is imported. A package that is installed stays as it is.
+`sgl_kernel` then has the functions of `operators.py`, and every other name in both packages can be imported only.
 """
 
 from __future__ import annotations
@@ -16,19 +17,22 @@ import torch
 
 from megatron_rlspec.rollout.sglang.cpu import operators as cpu_ops
 
-# The first tells SGLang that it runs on a CPU. Without the second it compiles its first batches for tens of seconds.
+# The first tells SGLang that it runs on a CPU. Without the second torch compiles for tens of seconds at first batches.
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 class _Absent:
-    """A name that can be imported and not called: models and kernels that this engine does not use."""
+    """A name that can be imported, and fails when it is called: models and kernels that this engine does not use.
+
+    Its attributes are such names, too, and it can be a base class.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.__name__ = name
 
     def __getattr__(self, name: str) -> _Absent:
-        if name.startswith("__"):
+        if name.startswith("__"):  # Python's own protocols must find that it has none of them
             raise AttributeError(name)
         return _Absent(f"{self._name}.{name}")
 
@@ -36,11 +40,14 @@ class _Absent:
         raise NotImplementedError(f"{self._name} is not available on this machine")
 
     def __mro_entries__(self, bases: tuple) -> tuple:
-        return ()
+        return ()  # `class X(absent)` becomes a class without this base
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports `package` and everything below it as modules whose attributes are `_Absent`, except those given."""
+    """Imports `package` and everything below it as modules whose attributes are `_Absent`.
+
+    attributes  of the module `package` itself, which are not
+    """
 
     def __init__(self, package: str, attributes: dict[str, object]) -> None:
         self.package = package
@@ -64,16 +71,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def standing_in(package: str) -> bool:
-    """Return whether `install` replaced the package."""
+    """Return whether `install` replaced the package in this process."""
     return any(
         isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path
     )
 
 
 def install() -> list[str]:
-    """Make SGLang's CPU engine importable in this process and in those forked from it.
+    """Make SGLang's CPU engine importable in this process and in those forked from it (`serve._fork_children`).
 
-    Returns the names of the packages that it replaced.
+    Returns the names of the packages that it replaced. Also sets `ENVIRONMENT`, even if it replaces none.
     """
     os.environ.update(ENVIRONMENT)
     names = [
@@ -81,10 +88,11 @@ def install() -> list[str]:
     ]
     if "sgl_kernel" in names:
         sys.meta_path.append(_Finder("sgl_kernel", dict(cpu_ops.FUNCTIONS)))
+        # Set as attributes and not registered with torch: plain functions need no schema.
         for name, function in cpu_ops.OPERATORS.items():
             # SGLang asks some operators for their `.default` overload.
             function.default = function  # type: ignore[attr-defined]
             setattr(torch.ops.sgl_kernel, name, function)
     if "torchvision" in names:
-        sys.meta_path.append(_Finder("torchvision", {"__version__": "0.0"}))
+        sys.meta_path.append(_Finder("torchvision", {"__version__": "0.0"}))  # a version that can be parsed
     return names
