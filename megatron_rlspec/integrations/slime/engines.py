@@ -1,9 +1,8 @@
-"""The push contract for slime's engines: `after_push(urls, sent, version, is_drafter, push_again)`.
+"""The push contract for slime's engines: `after_push` checks that every engine holds what slime pushed.
 
-`urls` are those of plain `sglang.launch_server` processes with the plugin (`RLSPEC_SGLANG` set), which adds the routes
-that are used here. `sent` are the fingerprints of every tensor of one push, by their names in the checkpoint. This file
-imports no slime, no Ray and no Megatron: `push.py` and `rollout.py` call it from slime's own classes. `speculation.py`
-sets the engines' rules.
+The engines are plain `sglang.launch_server` processes with the plugin (`RLSPEC_SGLANG` set), which adds the routes that
+are used here. This file imports no slime, no Ray and no Megatron: `push.py` and `rollout.py` call it from slime's own
+classes. `speculation.py` sets the engines' rules.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Scope
 
 logger = logging.getLogger(__name__)
-Fingerprints = Mapping[str, int]  # by a tensor's name in the checkpoint
+Fingerprints = Mapping[str, int]  # by a tensor's name in the checkpoint; `push.fingerprint` computes them
 
 
 class SlimeEngine(SGLangEngine):
@@ -37,23 +36,32 @@ class SlimeEngine(SGLangEngine):
 
 
 class SlimePushes(Pusher):
-    """Pushes that slime itself makes. `push` only examines the engines. Set `expected` before the first one."""
+    """A `Pusher` for `Health` whose pushes slime itself makes: `push` only compares the engines.
+
+    Set `expected`, the fingerprints that slime sent, before the first `push`.
+    """
 
     def push(
         self, version: int, source: Any, scope: Scope = "all", only: Sequence[str] | None = None
     ) -> PushReport:
-        """Compare every engine. The second time `source` pushes again before, unless it is None."""
+        """Compare every engine with `expected`. Its first call belongs to the push that slime has just made.
+
+        only  given by `Health` for a second push: `source()`, if there is one, then pushes everything to all engines
+              first, and returns the fingerprints that it sent
+        """
         if only is not None and source is not None:
             self.expected = source()
-        reports, silent = ask_all(self.engines, lambda engine: self._examined(engine, version))
-        for name, error in silent.items():
+        reports, errors = ask_all(self.engines, lambda engine: self._compared(engine, version))
+        for name, error in errors.items():
             reports[name] = EngineReport(0, str(error))
+        # No bytes and no seconds: slime counts its own pushes.
         return PushReport(version, scope, 0.0, 0, len(self.expected), 0.0, 0.0, reports)
 
-    def _examined(self, engine: Any, version: int) -> EngineReport:
+    def _compared(self, engine: Any, version: int) -> EngineReport:
+        """Return what an engine holds otherwise than sent, and whether it reports `version`. Raises EngineError."""
         difference = self.compare_with(engine)
-        found = engine.version()
-        error = "" if found == str(version) else f"names version {found}, expected {version}"
+        reported = engine.version()
+        error = "" if reported == str(version) else f"names version {reported}, expected {version}"
         return EngineReport(0, error, difference)
 
 
@@ -68,10 +76,14 @@ def after_push(
 
     Some engines cannot report what they hold: drafters of families that `served_weights.py` has no names for, and
     quantised weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
+    `contract.judged` decides what follows. Returns metrics `health/*`. Raises HealthError, one line with engines and
+    tensors, if a target may be wrong: training must not use samples of such an engine.
 
-    `push_again` pushes everything to all engines, under the same version, and returns what it sent; None if the push
-    cannot be repeated. `contract.judged` decides what follows. Returns `health/*`. Raises HealthError, one line with
-    engines and tensors, if a target may be wrong: training must not use samples of such an engine.
+    urls        of all engines that were pushed to
+    sent        fingerprints of every tensor of the push
+    is_drafter  tells whether a name is a tensor of the drafter: then only speculation suffers (`drafter_test`)
+    push_again  pushes everything to all engines under the same version, and returns what it sent; None if the push
+                cannot be repeated
     """
     if not urls:
         return Verdict({}, ()).metrics()
@@ -80,7 +92,7 @@ def after_push(
     health = Health(
         pushes,
         is_drafter,
-        lambda name, engine: None,  # slime's rollouts set the rule
+        lambda name, engine: None,  # `speculation.py` sets the rule before each rollout
         incident=lambda record: logger.error("rlspec: %s", summary(record)),
     )
     source: Any = push_again
@@ -92,10 +104,14 @@ def after_push(
 
 
 def described(hf_checkpoint: str, eagle3: str = "") -> dict[str, Any]:
-    """Return config.json of a policy, with that of its EAGLE-3 drafter in the directory `eagle3`, if there is one."""
+    """Return config.json of a policy, with that of its EAGLE-3 drafter under `DRAFTER`, if there is one.
+
+    hf_checkpoint  the policy's directory
+    eagle3         the drafter's directory; "" without one
+    """
     config = json.loads(Path(hf_checkpoint, "config.json").read_text())
     if eagle3:
-        config["num_nextn_predict_layers"] = 0
+        config["num_nextn_predict_layers"] = 0  # the policy's own MTP layers are then no drafter
         config[DRAFTER] = json.loads(Path(eagle3, "config.json").read_text())
     return config
 

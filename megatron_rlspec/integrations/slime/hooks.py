@@ -2,7 +2,10 @@
 
 `init` runs in each train process before any model is built; `model_provider` builds the model. `init` wraps four
 functions of `slime.backends.megatron_utils.model`: they load and save a checkpoint, make a micro-batch, train a step.
-`push.py` wraps weight updates. Everything else of slime runs unchanged.
+`push.py` wraps weight updates. Everything else of slime runs unchanged. `plan.FUNCTIONS` has the dotted paths.
+
+A rank with an MTP drafter is a rank of the last pipeline stage; an EAGLE-3 drafter has an object on every rank. All
+functions here run on all train ranks in the same order, since most of them are collective.
 """
 
 from __future__ import annotations
@@ -38,21 +41,22 @@ from megatron_rlspec.train import checkpoint
 logger = logging.getLogger(__name__)
 FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 
-_drafter: SlimeMTP | SlimeEagle3 | None = None
+_drafter: SlimeMTP | SlimeEagle3 | None = None  # of this rank, once the model is built
 _prediction: Prediction | None = None  # of all steps so far on this rollout's samples
 
 
 def init(args: Namespace) -> None:
     """Install our wrappers (`--custom-megatron-init-path`), after the user's own function."""
     options = Options.from_args(args)
-    args.enable_mtp_training = False  # slime's own MTP loss
+    args.enable_mtp_training = False  # no MTP loss of slime: the drafter has a loss and a step of its own
+    # Before ours: functions of slime that it replaces are then wrapped below.
     if users := options.user_functions.get("--custom-megatron-init-path"):
         load_function(users)(args)
     slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
     slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
     slime_model.train_one_step = _around_step(slime_model.train_one_step)
-    # Otherwise nothing is pushed, and SGLang, which updates need, may be missing.
+    # With --debug-train-only nothing is pushed, and SGLang, which the import needs, may be missing.
     if not args.debug_train_only:
         from megatron_rlspec.integrations.slime import push as slime_push
 
@@ -62,11 +66,15 @@ def init(args: Namespace) -> None:
 def model_provider(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> Any:
-    """Build slime's model, and the drafter around its MTP layers or beside it (`--custom-model-provider-path`)."""
+    """Build slime's model, and the drafter around its MTP layers or beside it (`--custom-model-provider-path`).
+
+    Raises ValueError for a model on the last pipeline stage whose MTP layer cannot be found.
+    """
     global _drafter
     args = get_args()
     options = Options.from_args(args)
     users = options.user_functions.get("--custom-model-provider-path")
+    # With our own path in it, slime's function would call this one again.
     without_ours = Namespace(**{**vars(args), "custom_model_provider_path": users})
     build = slime_provider._get_model_provider_func(without_ours, "actor")
     model = build(pre_process=pre_process, post_process=post_process)
@@ -74,13 +82,13 @@ def model_provider(
         _drafter = SlimeEagle3(model, options, args)
     elif getattr(model, "mtp_process", False):
         _drafter = SlimeMTP(model, options, args, described(args.hf_checkpoint))
-    elif post_process:
+    elif post_process:  # the last pipeline stage must have the MTP layer; the others have none
         raise ValueError(f"{type(model).__name__} {HIDDEN_MTP}")
     return model
 
 
 def _eagle3_tensors() -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a drafter that is no part of slime's model, on every rank."""
+    """Yield the full tensors of the EAGLE-3 drafter, on every rank; collective. `push.py` calls it in every push."""
     assert isinstance(_drafter, SlimeEagle3)
     return _drafter.tensors()
 
@@ -89,13 +97,16 @@ def _eagle3_tensors() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
-    """Make the drafter ready once slime has loaded a checkpoint, and load what `_save` wrote; collective."""
-    if getattr(model[0], "role", "actor") != "actor":
+    """Make the drafter ready once slime has loaded a checkpoint, and load what `_save` wrote; collective.
+
+    Returns `loaded`, the result of slime's `load_checkpoint`, whose other arguments follow.
+    """
+    if getattr(model[0], "role", "actor") != "actor":  # slime loads a critic by the same function
         return loaded
     if _drafter is not None:
         _drafter.thaw()
     args = get_args()
-    directory = None
+    directory = None  # with --finetune a run begins anew from a checkpoint's weights
     if not args.finetune:
         directory = Path(slime_model.get_load_checkpoint_path_by_args(args), FOLDER)
     if dist.get_rank() == 0:
@@ -106,6 +117,10 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
 
 
 def _load_drafter(directory: Path, args: Namespace) -> None:
+    """Load what `_save` wrote to `directory`; collective. Without it, the drafter goes on with what it has.
+
+    Raises ValueError if only other iterations have an EAGLE-3 drafter: going on would lose what it learnt.
+    """
     is_eagle3 = isinstance(_drafter, SlimeEagle3)  # its weights are nowhere else
     if args.no_load_optim and not is_eagle3:
         return
@@ -115,11 +130,11 @@ def _load_drafter(directory: Path, args: Namespace) -> None:
                 f"{directory} is missing, and the drafter with it; give --ckpt-step of an iteration that has it, or "
                 "move theirs away to begin from --drafter.path"
             )
-        what = "the drafter begins from --drafter.path"
+        consequence = "the drafter begins from --drafter.path"
         if not is_eagle3:
-            what = "the drafter's moments begin anew"
+            consequence = "the drafter's moments begin anew"
         if dist.get_rank() == 0:
-            logger.warning("rlspec: no %s: %s", directory, what)
+            logger.warning("rlspec: no %s: %s", directory, consequence)
         return
     # A drafter that was frozen, or is from now on, has no moments there.
     learners = {}
@@ -128,18 +143,21 @@ def _load_drafter(directory: Path, args: Namespace) -> None:
     checkpoint.load(directory, learners, _layout(args), generators=False)
     if isinstance(_drafter, SlimeEagle3):
         if learners:
-            _drafter.copy_weights()
+            _drafter.copy_weights()  # pushes read the copy
         else:
-            _drafter.read(directory)
+            _drafter.read(directory)  # also copies
 
 
 def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) -> Any:
-    """Save the drafter's moments and float32 weights into the checkpoint's folder; collective."""
+    """Save the drafter's moments and float32 weights into the checkpoint's folder; collective.
+
+    Runs after slime's `save_checkpoint`, whose result is `saved` and whose arguments follow.
+    """
     args = get_args()
     if getattr(model[0], "role", "actor") != "actor":
         return saved
     directory = Path(get_checkpoint_name(args.save, iteration, return_base_dir=True), FOLDER)
-    # slime itself saves the weights of MTP layers.
+    # slime itself saves the weights of MTP layers, so under --no-save-optim nothing is left to save for them.
     if isinstance(_drafter, SlimeEagle3) or not args.no_save_optim:
         learners = {} if _drafter is None else _drafter.learners
         checkpoint.save(directory, learners, _layout(args), generators=False)
@@ -169,14 +187,15 @@ def _layout(args: Namespace) -> dict[str, Any]:
 
 
 def _with_fields(get_batch: Callable) -> Callable:
-    """Return slime's `get_batch`, which also gives the drafter what it learns from."""
+    """Return slime's `get_batch`, which also gives the drafter what it learns from in the forward pass that follows."""
 
     @functools.wraps(get_batch)
     def wrapped(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         drafter = _drafter
+        # Without gradients slime computes log-probs: the drafter learns from training passes only.
         if drafter is None or not (drafter.ready and torch.is_grad_enabled()):
             return get_batch(data_iterator, *args, **kwargs)
-        samples = data_iterator.micro_batch_indices[data_iterator.offset]
+        samples = data_iterator.micro_batch_indices[data_iterator.offset]  # before `get_batch` advances the offset
         batch = get_batch(data_iterator, *args, **kwargs)
         seeds = _seeds(data_iterator.rollout_data)
         sequences = micro_batch(batch, [seeds[i] for i in samples if seeds])
@@ -187,15 +206,16 @@ def _with_fields(get_batch: Callable) -> Callable:
 
 
 def _around_step(train_one_step: Callable) -> Callable:
-    """Return slime's `train_one_step`, after which the drafter takes its step."""
+    """Return slime's `train_one_step`, after which the drafter takes its step. Its metrics join slime's losses."""
     signature = inspect.signature(train_one_step)
 
     @functools.wraps(train_one_step)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _drafter is None or not _drafter.ready:  # that of a critic is never ready
+        if _drafter is None or not _drafter.ready:  # a critic's drafter is never ready (`_thaw`)
             return train_one_step(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         iterator = given["data_iterator"][0]
+        # The samples of the whole step: the drafter's denominators must be known before its first backward.
         samples: list[int] = []
         for indices in iterator.micro_batch_indices[iterator.offset :][: given["num_microbatches"]]:
             samples += indices
@@ -210,7 +230,10 @@ def _around_step(train_one_step: Callable) -> Callable:
 
 
 def _seeds(rollout_data: Mapping[str, Any]) -> list[int]:
-    """Return the seeds of all samples of this rank's rollout data; [] if engines draft without their noise."""
+    """Return the seeds of all samples of this rank's rollout data, for the prediction of coupled drafts.
+
+    [] if the engines' drafts are not coupled, or if samples have no index. `seeds.py` gave the engines the same seeds.
+    """
     assert _drafter is not None
     indices = rollout_data.get("sample_indices")
     if not _drafter.objective.coupled or indices is None or None in indices:
@@ -219,11 +242,15 @@ def _seeds(rollout_data: Mapping[str, Any]) -> list[int]:
 
 
 def _write_prediction(step: Mapping[str, Any]) -> None:
-    """Write the acceptance predicted by the steps so far on this rollout to the shared folder."""
+    """Write the acceptance predicted by the steps so far on this rollout to the shared folder, for `rollout.py`.
+
+    step  the arguments of slime's `train_one_step`, by name
+    """
     global _prediction
     assert _drafter is not None
-    before = _prediction if step["step_id"] else None
+    before = _prediction if step["step_id"] else None  # step 0 begins a new rollout's samples
     _prediction = added(before, _drafter.predicted)
+    # One rank of the last pipeline stage writes: the other stages have no prediction, and its ranks all have the same.
     first = ps.get_data_parallel_rank(with_context_parallel=True) == 0
     first = first and ps.get_tensor_model_parallel_rank() == 0
     if _prediction is not None and first:
@@ -232,6 +259,8 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
 
 
 def _after(function: Callable, then: Callable) -> Callable:
+    """Return `function`, whose result `then` gets, with the same arguments behind it; returns what `then` returns."""
+
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return then(function(*args, **kwargs), *args, **kwargs)

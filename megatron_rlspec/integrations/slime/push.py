@@ -4,6 +4,9 @@
 updater has them under the checkpoint's names. Afterwards rank 0 asks every engine what it holds. A second push is
 collective, like the first: rank 0 decides, and the others follow. The full disk update ends in slime's
 driver, after these ranks have finished: its fingerprints are written beside its files, for `rollout.py`.
+
+Every function that wraps a method of slime runs on all train ranks in the same order. Collectives here use slime's gloo
+group: slime destroys its NCCL groups when it gives its GPUs away.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from megatron_rlspec.push.push import exporting
 from megatron_rlspec.types import Scope
 
 Tensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-_sent: dict[str, int] | None = None  # fingerprints of the push that runs now
+_sent: dict[str, int] | None = None  # fingerprints of this rank in the push that runs now; None: no push runs
 
 
 def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
@@ -46,6 +49,7 @@ def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
     """
     iterator = HfWeightIteratorDirect
     distributed = UpdateWeightFromDistributed
+    # First the chunk, then the fingerprints around it: the EAGLE-3 drafter's tensors must be fingerprinted, too.
     if eagle3 is not None:
         iterator.get_hf_weight_chunks = _with_chunk(iterator.get_hf_weight_chunks, eagle3)
         distributed._iter_non_expert_chunks = _with_chunk(
@@ -65,7 +69,10 @@ def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
 
 
 def checked(update_weights: Callable) -> Callable:
-    """Return slime's `update_weights`, followed by the contract: HealthError on rank 0, and PushError on the others."""
+    """Return slime's `update_weights`, followed by the contract (`engines.after_push`); collective.
+
+    If an engine may hold a wrong target, rank 0 raises HealthError and the others PushError.
+    """
 
     @functools.wraps(update_weights)
     def wrapped(updater: Any) -> None:
@@ -73,11 +80,14 @@ def checked(update_weights: Callable) -> Callable:
         sent = _push(update_weights, updater)
 
         def export_again(scope: Scope) -> Any:
-            updater.weight_version = before  # the same weights, hence the same version
+            # `update_weights` adds 1. The same weights must get the same version.
+            updater.weight_version = before
             return _push(update_weights, updater).items()
 
         metrics: list[Any] = [None]
-        with exporting(export_again, _number) as source:
+        # Rank 0 checks, and may push again by `source`. The other ranks stay in `exporting` and take part in its pushes
+        # until rank 0 is done. If rank 0 raises, all raise, so no rank waits in the broadcast below.
+        with exporting(export_again, _broadcast_number) as source:
             if source is not None:
                 metrics[0] = _check(updater, sent, lambda: dict(source("all")))
         dist.broadcast_object_list(metrics, src=0, group=get_gloo_group())
@@ -87,20 +97,26 @@ def checked(update_weights: Callable) -> Callable:
 
 
 def _check(updater: Any, sent: dict[str, int], push_again: Any) -> dict[str, float]:
-    """Check every engine, on rank 0. Returns metrics."""
+    """Check every engine, on rank 0. Returns metrics `health/*`. Raises HealthError.
+
+    sent        fingerprints of all ranks, by name
+    push_again  pushes once more and returns what it sent
+    """
     args = updater.args
     is_drafter = drafter_test(args.hf_checkpoint, Options.from_args(args).drafter.path)
     return after_push(_urls(updater), sent, updater.weight_version, is_drafter, push_again)
 
 
-def _number(value: int) -> int:
-    """Return rank 0's number on every rank, over slime's gloo group, which outlives its other groups."""
-    told = torch.tensor([value])
-    dist.broadcast(told, src=0, group=get_gloo_group())
-    return int(told)
+def _broadcast_number(value: int) -> int:
+    """Return rank 0's `value` on every rank; collective."""
+    number = torch.tensor([value])
+    dist.broadcast(number, src=0, group=get_gloo_group())
+    return int(number)
 
 
 def _noting_for_driver(update_weights: Callable) -> Callable:
+    """Return `update_weights` of the disk updater, which also writes version and fingerprints for `rollout.py`."""
+
     @functools.wraps(update_weights)
     def wrapped(updater: Any) -> None:
         sent = _push(update_weights, updater)
@@ -113,15 +129,15 @@ def _noting_for_driver(update_weights: Callable) -> Callable:
 def _push(update_weights: Callable, updater: Any) -> dict[str, int]:
     """Push once, collectively. Returns the fingerprints of what all ranks sent on rank 0, {} on the others."""
     global _sent
-    own: dict[str, int] = {}
-    _sent = own
+    local: dict[str, int] = {}
+    _sent = local  # `_note` fills it while `update_weights` sends
     try:
         update_weights(updater)
     finally:
         _sent = None
     main = dist.get_rank() == 0
     parts: list[Any] | None = [None] * dist.get_world_size() if main else None
-    dist.gather_object(own, parts, dst=0, group=get_gloo_group())
+    dist.gather_object(local, parts, dst=0, group=get_gloo_group())
     everyone: dict[str, int] = {}
     for part in parts or ():
         everyone |= part
@@ -129,7 +145,7 @@ def _push(update_weights: Callable, updater: Any) -> dict[str, int]:
 
 
 def _note(tensors: Iterable[tuple[str, Any]]) -> None:
-    """Fingerprint a chunk. The host waits for the device once a chunk."""
+    """Add the fingerprints of a chunk to `_sent`. The host waits for the device once a chunk."""
     if _sent is None:
         return
     names = []
@@ -141,7 +157,10 @@ def _note(tensors: Iterable[tuple[str, Any]]) -> None:
 
 
 def _noting(send: Callable, which: Callable | None = None) -> Callable:
-    """Return `send`, which also fingerprints its tensors, or `which` of them."""
+    """Return `send`, a method of an updater, which also fingerprints its tensors.
+
+    which  chooses those to fingerprint: (tensors, rank, slime's plan of experts); None: all
+    """
 
     @functools.wraps(send)
     def wrapped(updater: Any, tensors: Any) -> Any:
@@ -157,10 +176,11 @@ def _noting(send: Callable, which: Callable | None = None) -> Callable:
 def only_sent_here(
     tensors: Iterable[tuple[str, Any]], rank: int, plan: Sequence[Any]
 ) -> list[tuple[str, Any]]:
-    """Return those that rank 0 does not send, too, or all on rank 0.
+    """Return the tensors that this rank fingerprints, so that each is fingerprinted about once in the job.
 
-    By CUDA IPC every rank sends all tensors, to the engine on its GPU. Under slime's `plan` of experts, each rank sends
-    only the experts that its engine holds.
+    By CUDA IPC every rank sends all tensors, to the engine on its GPU. So rank 0 takes all of its own, and the others
+    none. Under slime's `plan` of experts, each rank sends only the experts that its engine holds: then every rank takes
+    those, too. An empty `plan`: slime has none.
     """
     if rank == 0:
         return list(tensors)
@@ -180,9 +200,11 @@ def _noting_chunks(chunks: Callable) -> Callable:
 
 
 def _with_chunk(chunks: Callable, eagle3: Tensors, only_first: bool = False) -> Callable:
-    """Return `chunks`, with one more in a push; what slime exports otherwise holds its own model only.
+    """Return `chunks`, a generator of slime, which yields one more chunk in a push: the EAGLE-3 drafter's tensors.
 
-    `only_first`: rank 0 alone sends it, and the others take part.
+    Outside a push slime exports its own model only.
+
+    only_first  rank 0 alone yields the chunk. The others still run `eagle3`, which is collective
     """
 
     @functools.wraps(chunks)
@@ -198,5 +220,6 @@ def _with_chunk(chunks: Callable, eagle3: Tensors, only_first: bool = False) -> 
 
 
 def _urls(updater: Any) -> list[str]:
+    """Return the URLs of all engines that an updater pushes to."""
     engines = [*updater.rollout_engines, *getattr(updater, "distributed_rollout_engines", ())]
     return ray.get([engine.get_url.remote() for engine in engines])
