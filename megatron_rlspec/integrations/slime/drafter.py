@@ -1,9 +1,9 @@
 """The MTP layers of slime's model, as a drafter with a step of its own.
 
 slime builds, loads, saves and pushes the MTP layers. It wraps the whole model into one DDP and one optimizer. The MTP
-layers are frozen while it does. Afterwards they get gradient buffers and an AdamW of their own. They are trainable only
-while they learn: Megatron's gradient finalisation runs over every trainable parameter of the model and would include
-them. slime's own MTP loss never runs.
+layers are frozen (`requires_grad` False) meanwhile, so that neither contains them. Afterwards they get gradient buffers
+and an AdamW of their own. They are trainable only while they learn: Megatron's gradient finalisation runs over every
+trainable parameter of the model and would include them. slime's own MTP loss never runs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,13 @@ def slime_objective(options: Options, args: Any) -> DrafterObjective:
 
 
 class Adopted(MTPDrafter):
-    """A drafter around an MTP layer that exists already: chain-exact, with grouped-query attention."""
+    """A drafter around the MTP layer of slime's model, for depths above 1: chain-exact, with grouped-query attention.
+
+    It shares the layer's parameters. `__init__` does not call `MTPDrafter`'s, which would build another layer.
+    """
 
     def __init__(self, model: GPTModel, zero_first_embedding: bool, rope: Rope) -> None:
+        # The losses are divided by the step's global count already: DDP must not scale their gradients.
         config = replace(model.config, calculate_per_token_loss=True)
         config.rotary_percent = model.rotary_percent  # as train.model.DecoderConfig has it
         MegatronModule.__init__(self, config=config)
@@ -55,7 +59,7 @@ class SlimeMTP(DrafterTraining):
     def __init__(
         self, model: GPTModel, options: Options, args: Any, hf_config: Mapping[str, Any]
     ) -> None:
-        """`hf_config`: config.json of the policy."""
+        """`args` are slime's; `hf_config` is config.json of the policy. Raises ValueError for another rotary base."""
         super().__init__(
             model,
             options.drafter,
@@ -66,15 +70,17 @@ class SlimeMTP(DrafterTraining):
         family = FAMILIES.get(hf_config["architectures"][0])
         self._zero_first_embedding = family is not None and family.zero_first_embedding
         self._rope = Rope.of(hf_config.get("text_config", hf_config))
+        # Depth 1 takes Megatron's own rotary embedding; deeper ones take `Rope`, which reads config.json.
         if options.drafter.depth > 1 and self._rope.base != model.rotary_base:
             raise ValueError(
                 f"config.json has rope_theta={self._rope.base:g}, but the model was built with --rotary-base "
                 f"{model.rotary_base:g}; expected the same"
             )
-        model.mtp.requires_grad_(False)
+        model.mtp.requires_grad_(False)  # before slime wraps the model into DDP
         routing.leave_out(model.mtp)
 
     def build(self) -> Drafter:
+        """Return a drafter around the model's MTP layer. For depths above 1 the layer's attention is replaced."""
         if self.settings.depth > 1:
             attention = self.model.mtp.layers[0].transformer_layer.self_attention
             attention.core_attention = PackedAttention(
@@ -85,16 +91,19 @@ class SlimeMTP(DrafterTraining):
     def on_hidden(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any] | None = None
     ) -> None:
+        """As `DrafterTraining.on_hidden`; the MTP layer's router chooses its experts itself."""
         with routing.unreplayed():
             super().on_hidden(hidden, fields, given)
 
     def unroll(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any]
     ) -> list[Tensor]:
+        """As `DrafterTraining.unroll`. Depth 1 runs Megatron's own layer, so that it works with any attention."""
         if self.settings.depth > 1:
             return super().unroll(hidden, fields, given)
         model = self.model
         with torch.no_grad():
+            # [t / tp, 1, H], of the tokens that follow each position. The embedding is the policy's: no gradient.
             embedded = model.embedding(input_ids=fields.tokens[0][None], position_ids=None)
             if self._zero_first_embedding:
                 if model.config.sequence_parallel:
@@ -115,6 +124,7 @@ class SlimeMTP(DrafterTraining):
 
     @contextmanager
     def trainable(self) -> Iterator[None]:
+        """Let the MTP layer be trained inside the `with` block, and nowhere else."""
         self.model.mtp.requires_grad_(True)
         try:
             yield

@@ -1,8 +1,8 @@
 """An EAGLE-3 drafter inside slime: a model of its own, which slime does not know, beside slime's policy.
 
 It is loaded from `--drafter.path`, then from slime's checkpoints, which get its weights, its moments, and a Hugging
-Face directory `hf_drafter` that engines can be started with. A push sends its tensors behind `PREFIX`, after the
-policy's.
+Face directory `hf_drafter` that engines can be started with. A push sends its tensors after the policy's, with
+`models.config.PREFIX` before their names.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ HF_DRAFTER = "hf_drafter"  # within `hooks.FOLDER`
 
 
 class SlimeEagle3(DrafterBeside):
-    """The drafter of one rank."""
+    """The drafter of one rank. Every rank has one; `DrafterBeside` says what the pipeline stages do.
+
+    Raises CheckpointError for a drafter that does not fit the policy.
+    """
 
     def __init__(self, model: GPTModel, options: Options, args: Namespace) -> None:
         path = options.drafter.path
         hf_config = described(args.hf_checkpoint, path)
         check_drafter(path, hf_config, args.hf_checkpoint)
-        # A push then comes while this process' GPU memory is given away.
+        # With --offload-train a push comes while this process's GPU memory is given away. Pushes then read a copy of
+        # the weights on the host.
         self._pushes_from_host = bool(args.offload_train)
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}  # by canonical name; {}: pushes read the parameters
         super().__init__(
             model,
             options.drafter,
@@ -48,31 +52,36 @@ class SlimeEagle3(DrafterBeside):
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `DrafterBeside.load`; also refreshes the copy that pushes read."""
         super().load(tensors)
         self.copy_weights()
 
     def end_step(self) -> dict[str, float]:
+        """As `DrafterBeside.end_step`; also refreshes the copy that pushes read."""
         metrics = super().end_step()
         self.copy_weights()
         return metrics
 
     def copy_weights(self) -> None:
-        """Copy the weights to the host if pushes cannot read them on the device. Call it after every change."""
+        """Copy the weights to the host if pushes cannot read them on the device.
+
+        Call it after every change of the weights: otherwise the next push sends the old ones.
+        """
         if not self._pushes_from_host:
             return
         parameters = shards.global_names(self.block, self.model.config)
         self._copies = {name: p.detach().cpu() for name, p in parameters.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors that a push sends, on every rank; collective."""
+        """Yield (name, full tensor) of all that a push sends, on every rank and on its device; collective."""
         parts = self._copies or shards.global_names(self.block, self.model.config)
         device = next(self.model.parameters()).device
         return shards.whole(self.table, parts, self.model.config, device)
 
     def write(self, folder: Path, main: bool) -> None:
-        """Write `folder/hf_drafter` on the `main` rank, as `drafter.path` was; collective."""
+        """Write the directory `folder/hf_drafter` on the `main` rank, in the form of `drafter.path`; collective."""
         tensors = [(name, tensor.cpu()) for name, tensor in self.tensors()]
-        if not main:
+        if not main:  # the others have taken part in `tensors`
             return
         assert self.vocabulary is not None
         target = folder / HF_DRAFTER

@@ -2,6 +2,7 @@
 
 Hook paths, SGLang flags and environment are added and printed; the user's own settings stay. Without `rlspec slime` in
 front, the command runs slime unchanged. This file imports nothing of slime: the command may run on another machine.
+`plan.py` decides what is added, and `refusals.py` what is refused; this file puts it into the command and runs that.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ DRAFTER = (
     *("kind", "path", "train"),
     *("depth", "loss", "depth_decay", "lr", "warmup_steps"),
 )
-CONFIG = "--custom-config-path"
-RUNTIME = "--runtime-env-json"
-RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+CONFIG = "--custom-config-path"  # slime's flag: a YAML file whose entries become attributes of its `args`
+RUNTIME = "--runtime-env-json"  # of `ray job submit`
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # read by `ray.init`
 
 
 def parser() -> arguments.Parser:
@@ -73,7 +74,10 @@ def parser() -> arguments.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what is added, then replace this process by the completed command; with --dry-run only print."""
+    """Print what is added, then replace this process by the completed command; with --dry-run only print.
+
+    Writes the files of `complete` in both cases. Raises ConfigError.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser().parse_args(argv[:split])
@@ -103,17 +107,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drafter_section(options: argparse.Namespace) -> DrafterConfig:
-    """Return section [drafter] of the options. Raises ConfigError."""
+    """Return section [drafter] of the options; what is not given has its default. Raises ConfigError."""
     given = {}
     for name in DRAFTER:
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
-    if given.get("path"):
+    if given.get("path"):  # slime's processes may have another working directory
         given["path"] = str(Path(given["path"]).absolute())
     return load(None, {f"drafter.{name}": value for name, value in given.items()}).drafter
 
 
 def _print_additions(added: Additions) -> None:
+    """Print the notes, then one line each with the variables, the flags and the settings that are added."""
     for note in added.notes:
         print(f"rlspec slime: {note}", flush=True)
     variables = [f"{k}={v}" for k, v in {**environment.RANKS, **added.environment}.items()]
@@ -139,7 +144,11 @@ def driver_index(command: Sequence[str]) -> int:
 
 
 def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str]:
-    """Return the whole command with `added` in it; write the YAML and JSON files that it names into `folder`."""
+    """Return the whole command with `added` in it; write the YAML and JSON files that it names into `folder`.
+
+    Added flags come last: of a repeated flag slime takes the last one. The user's own --custom-config-path is read, and
+    a file with all its entries and ours takes its place.
+    """
     split = driver_index(command) + 1
     slime_arguments = list(command[split:])
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +169,7 @@ def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
-    """Read the user's --custom-config-path. Raises ConfigError."""
+    """Read the YAML file of the user's --custom-config-path. Raises ConfigError."""
     try:
         settings = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -172,7 +181,10 @@ def _read_yaml(path: str) -> dict[str, Any]:
 
 
 def _with_runtime(head: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Add variables to the runtime environment of a `ray job submit`, whose workers do not inherit ours."""
+    """Add variables to the runtime environment of a `ray job submit`, whose workers do not inherit ours.
+
+    head  the command up to slime's driver. Raises ConfigError for a runtime environment that cannot be added to.
+    """
     words: list[str] = []
     for word in head:
         # `--name value` and `--name=value` become the same two words
@@ -183,20 +195,20 @@ def _with_runtime(head: Sequence[str], variables: Mapping[str, str]) -> list[str
             f"--runtime-env: rlspec adds {RUNTIME}, and Ray takes one of them; give this one"
         )
     if RUNTIME not in words:
-        at = words.index("submit") + 1
-        words[at:at] = [RUNTIME, "{}"]
-    at = words.index(RUNTIME) + 1
+        place = words.index("submit") + 1
+        words[place:place] = [RUNTIME, "{}"]
+    place = words.index(RUNTIME) + 1
     try:
-        runtime = json.loads(words[at])
+        runtime = json.loads(words[place])
     except ValueError as error:
         raise ConfigError(f"{RUNTIME}: not valid JSON: {error}") from None
     runtime["env_vars"] = _worker_variables(runtime.get("env_vars", {}), variables)
-    words[at] = json.dumps(runtime)
+    words[place] = json.dumps(runtime)
     return words
 
 
 def _worker_variables(users: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of all Ray workers: the user's, what train ranks need, and ours.
+    """Return the variables of all Ray workers: the user's, what train ranks need, and ours, which win.
 
     slime starts its train ranks with NCCL_CUMEM_ENABLE of its driver, and SGLang its engines with that of the node
     (ray/actor_group.py, entrypoints/engine.py). As a variable of the job it is the same everywhere.
@@ -209,6 +221,8 @@ def job_environment(added: Mapping[str, str], inherited: Mapping[str, str]) -> d
 
     Such workers inherit from the cluster, not from the driver. Ray's own job server sets this variable to give a driver
     its runtime environment, and `ray.init` merges it (`ray/_private/worker.py`, read at 2.60).
+
+    inherited  the environment of this process, in which a Ray job may have set the variable already
     """
     job = json.loads(inherited.get(RAY_JOB, "{}"))
     runtime = job.get("runtime_env") or {}

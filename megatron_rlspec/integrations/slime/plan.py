@@ -1,4 +1,8 @@
-"""Decide what `rlspec slime` adds to a slime command line. Imports nothing of slime and starts nothing."""
+"""Decide what `rlspec slime` adds to a slime command line. Imports nothing of slime and starts nothing.
+
+Flags are those of slime's parser; `--sglang-X` becomes SGLang's option `--X`. slime's processes read the settings by
+`options.py`.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +37,9 @@ FUNCTIONS = {
 }
 ADAPTIVE = "--sglang-speculative-adaptive"
 DELTA_NET = "--attention-output-gate"  # slime's models with delta nets have it, and no other
-# Attention that is not unrolled: `SlimeMTP` trains one depth through Megatron's own layer.
+# Flags of models whose attention cannot be unrolled: `SlimeMTP` trains one depth through Megatron's own layer.
 ONE_DEPTH = ("--multi-latent-attention", DELTA_NET)
-# Flags that name the largest batch of a CUDA graph, the first that is given.
+# Flags that name the largest batch of a CUDA graph. Of those that are given, the first one here counts.
 MAX_BATCH = (
     "--sglang-cuda-graph-max-bs-decode",
     "--sglang-cuda-graph-max-bs",
@@ -47,10 +51,10 @@ MAX_BATCH = (
 class Additions:
     """What is added to a command.
 
-    flags        to slime's
-    settings     `args.rlspec` (options.py), without the folder
-    environment  of all processes
-    adaptive     content of the file of --sglang-speculative-adaptive-config; empty: none
+    flags        words for slime's driver, after the user's own
+    settings     `args.rlspec` (`options.Options`), without the folder, which `launch.complete` adds
+    environment  variables of all processes
+    adaptive     content of the file of --sglang-speculative-adaptive-config; empty: no such file
     notes        one line for each decision that was made for the user
     """
 
@@ -61,7 +65,7 @@ class Additions:
     notes: list[str] = field(default_factory=list)
 
     def add_flag(self, given: Flags, name: str, *value: str) -> None:
-        """Add a flag, unless the command has it."""
+        """Add a flag, unless the user's command has it: `given` has its flags."""
         if name not in given:
             self.flags += [name, *value]
 
@@ -108,7 +112,7 @@ def plan(
 
 
 def _add_functions(added: Additions, given: Flags) -> None:
-    """Put our functions in place of the user's, which ours call."""
+    """Put our functions in place of the user's. Ours call the user's, which `options.user_functions` names."""
     users = {}
     for flag, function in FUNCTIONS.items():
         if given.get(flag):
@@ -118,10 +122,10 @@ def _add_functions(added: Additions, given: Flags) -> None:
 
 
 def _add_speculation(added: Additions, given: Flags, drafter: DrafterConfig, start: int) -> None:
-    """Add the flags by which slime builds an MTP layer and SGLang drafts."""
+    """Add the flags by which slime builds an MTP layer and SGLang drafts chains of `start` tokens."""
     if drafter.kind == "eagle3":
         added.add_flag(given, refusals.ALGORITHM, "EAGLE3")
-        added.flags += [DRAFT_MODEL, drafter.path]
+        added.flags += [DRAFT_MODEL, drafter.path]  # `refusals.refuse` lets no other path pass
     else:
         added.add_flag(given, "--mtp-num-layers", "1")
         added.add_flag(given, refusals.ALGORITHM, "EAGLE")
@@ -132,16 +136,19 @@ def _add_speculation(added: Additions, given: Flags, drafter: DrafterConfig, sta
 
 def _starting_steps(given: Flags, candidate_steps: Sequence[int] | None) -> int:
     """Return the draft steps at the start: the command's own, the only candidate, or the default."""
-    theirs = whole_number(given.get(NUM_STEPS))
-    if theirs is not None:
-        return theirs
+    users = whole_number(given.get(NUM_STEPS))
+    if users is not None:
+        return users
     if candidate_steps is not None and len(candidate_steps) == 1:
         return candidate_steps[0]
     return SpecSection().num_steps
 
 
 def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -> list[int]:
-    """Return the draft steps that engines may choose from, ascending. Raises ConfigError."""
+    """Return the draft steps that engines may choose from, ascending, `start` among them. Raises ConfigError.
+
+    fixed  of `_why_fixed`
+    """
     if candidate_steps is None:
         return [start] if fixed else sorted({*SpecSection().candidate_steps, start})
     shown = ",".join(map(str, candidate_steps))
@@ -158,13 +165,16 @@ def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -
     return sorted(candidate_steps)
 
 
-def _verifier(given: Flags, asked: Verifier | None, notes: list[str]) -> Verifier:
-    """Return the verifier. A line of `notes` says why the default is not position_keyed. Raises ConfigError."""
+def _verifier(given: Flags, wanted: Verifier | None, notes: list[str]) -> Verifier:
+    """Return the verifier. If the engines cannot do the default, position_keyed, `notes` gets a line that says why.
+
+    wanted  of --verifier; None: not given. Raises ConfigError for one that the engines cannot do.
+    """
     reason = refusals.why_not_keyed(given)
-    if asked == "position_keyed" and reason:
+    if wanted == "position_keyed" and reason:
         raise ConfigError(f"--verifier position_keyed: {reason}; give --verifier target_only")
-    if asked or not reason:
-        return asked or "position_keyed"
+    if wanted or not reason:
+        return wanted or "position_keyed"
     notes.append(f"the verifier is target_only, so texts depend on drafts: {reason}")
     return "target_only"
 
@@ -180,7 +190,7 @@ def _why_fixed(given: Flags) -> str:
 
 
 def _depth(given: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
-    """Return the depth that the drafter is trained to. Raises ConfigError."""
+    """Return the depth that the drafter is trained to: 1 where the attention allows no other. Raises ConfigError."""
     limiting = [flag for flag in ONE_DEPTH if flag in given]
     if not limiting:
         return drafter.depth
@@ -194,13 +204,13 @@ def _depth(given: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
 
 
 def _captured_graphs(given: Flags, candidates: Sequence[int]) -> dict[str, Any]:
-    """Return the step counts from each batch size on for which SGLang captures CUDA graphs."""
+    """Return the content of SGLang's adaptive file: from each batch size on, the step counts to capture graphs for."""
     gpus = whole_number(given.get("--rollout-num-gpus-per-engine")) or 1
     max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
     for flag in reversed(MAX_BATCH):
         max_batch = whole_number(given.get(flag)) or max_batch
     layers = whole_number(given.get("--num-layers"))
-    if layers is None:
+    if layers is None:  # which counts pay at which batch is not known: capture all at every batch
         return {"1": {"candidate_steps": list(candidates)}}
     needed = graphs.needed(chains(candidates), max_batch, layers)
     return graphs.slots(needed, max_batch)

@@ -1,4 +1,7 @@
-"""What `rlspec slime` refuses in a slime command line, each in one line, before anything starts."""
+"""What `rlspec slime` refuses in a slime command line, each in one line, before anything starts.
+
+`plan.py` calls these functions; `launch.py` calls the last one.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,14 @@ from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, REJECTIO
 
 ALGORITHM = "--sglang-speculative-algorithm"
 REMOVE = "remove the flag, or run slime without rlspec"
+# The end of a sentence that begins with a model; also raised by `hooks.model_provider`, when the model is built.
 HIDDEN_MTP = (
     "holds no MTP layer itself, so slime would train it with the policy; run slime without rlspec"
 )
 _NEVER_RUN = "never run with a drafter that is trained"
 _STAGES = "virtual pipeline stages are not supported with a drafter"
 _LOSSY = "accepts tokens the policy would not draw"
-# A flag of slime -> the values that it may have, and why. Without values, the flag may not be given.
+# A flag of slime -> the values that it may have, and why not others. Without values, the flag may not be given.
 Limits = dict[str, tuple[tuple[str, ...], str]]
 LIMITS: Limits = {
     "--prefill-num-servers": (("0",), APART),
@@ -64,12 +68,13 @@ EAGLE3_LIMITS: Limits = {
 
 def refuse(given: Flags, drafter: DrafterConfig) -> None:
     """Raise ConfigError for flags of slime that this drafter cannot be trained or served with."""
-    beside = EAGLE3_LIMITS if drafter.kind == "eagle3" else MTP_LIMITS
-    for flag, (values, why) in {**LIMITS, **beside}.items():
+    of_kind = EAGLE3_LIMITS if drafter.kind == "eagle3" else MTP_LIMITS
+    for flag, (values, why) in {**LIMITS, **of_kind}.items():
         if flag in given and given[flag] not in values:
             remedy = f"set {values[0]}" if values else REMOVE
             shown = f"{flag} {given[flag]}" if given[flag] else flag
             raise ConfigError(f"{shown}: {why}; {remedy}")
+    # slime's file of engine groups. A group of prefill engines is found in the text of the parsed YAML, at any depth.
     engines = Path(given.get("--sglang-config") or "")
     if engines.is_file() and "'worker_type': 'prefill'" in str(yaml.safe_load(engines.read_text())):
         raise ConfigError(f"--sglang-config {engines}: {APART}; {REMOVE}")
@@ -86,6 +91,7 @@ def _refuse_expert_copies(given: Flags) -> None:
     """
     if "--num-experts" not in given:
         return
+    # The defaults are Megatron's.
     tensor = whole_number(given.get("--tensor-model-parallel-size")) or 1
     expert = whole_number(given.get("--expert-model-parallel-size")) or 1
     expert_tensor = whole_number(given.get("--expert-tensor-parallel-size")) or tensor
@@ -105,7 +111,7 @@ def attention_ranks(given: Flags) -> str:
 
 
 def why_not_keyed(given: Flags) -> str:
-    """Return why these engines cannot sample by the seed of a sample; "" if they can."""
+    """Return why the engines of this command cannot sample by a seed for each sample; "" if they can."""
     flag = attention_ranks(given)
     if flag:
         return f"position_keyed was never run with {flag}"
@@ -117,9 +123,10 @@ def why_not_keyed(given: Flags) -> str:
 
 
 def refuse_unfit_eagle3(given: Flags, drafter_path: str) -> dict[str, str]:
-    """Raise ConfigError if the EAGLE-3 drafter does not fit the policy of --hf-checkpoint, if this machine has that.
+    """Raise ConfigError if the EAGLE-3 drafter does not fit the policy of --hf-checkpoint.
 
-    Returns the variables that its engines need.
+    Returns the environment variables that its engines need. Where this machine does not have the policy, nothing is
+    checked and {} is returned: the train ranks check it again (`eagle3.SlimeEagle3`).
     """
     policy = given.get("--hf-checkpoint") or ""
     if not Path(policy, "config.json").is_file():

@@ -1,6 +1,8 @@
 """The rollout function that slime's RolloutManager calls: set the engines' rules, learn, and log acceptance.
 
-Importing this module replaces two functions of slime: one counts accepted drafts, the other seeds samples.
+Importing this module replaces two functions of slime: one counts accepted drafts, the other seeds samples. The module's
+state below belongs to the one RolloutManager process of a run. slime finds `generate_rollout` and `log_rollout` by the
+dotted paths in `plan.FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ from megatron_rlspec.types import SpecConfig
 
 logger = logging.getLogger(__name__)
 SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
-_speculation: SlimeDraftRule | None = None
-_checked_version = 0  # of the full updates through the disk, which are checked here only
+_speculation: SlimeDraftRule | None = None  # made before the first rollout whose engines answer
+_checked_version = 0  # of the last full update through the disk that was checked; only such updates are checked here
 _metrics: dict[str, float] = {}  # since the last log
-_prompts: list[list[int]] = []  # of the last rollout, for canaries
+_prompts: list[list[int]] = []  # token ids of the last rollout's first prompts, for canaries
 
 
 def generate_rollout(
@@ -48,7 +50,7 @@ def generate_rollout(
 ) -> Any:
     """Run the user's rollout or evaluation function, or slime's. Set the engines' rules before, and learn after.
 
-    It is the function of `--rollout-function-path` and `--eval-function-path`.
+    It is the function of `--rollout-function-path` and `--eval-function-path`; arguments and result are slime's.
     """
     users = Options.from_args(args).user_functions
     function = users.get("--rollout-function-path", SLIME_ROLLOUT)
@@ -62,12 +64,12 @@ def generate_rollout(
         after(args, urls, samples)
         _prompts[:] = first_prompts(samples, CANARY_PROMPTS)
     elif _speculation is not None:
-        _speculation.forget(urls)
+        _speculation.forget(urls)  # an evaluation's rounds must not count for the next rollout
     return output
 
 
 def flat(samples: Any) -> Iterator[Sample]:
-    """Yield slime's samples from lists of any depth."""
+    """Yield slime's samples from lists of any depth: a rollout's result has groups of samples, or groups of lists."""
     if isinstance(samples, Sample):
         yield samples
         return
@@ -76,19 +78,22 @@ def flat(samples: Any) -> Iterator[Sample]:
 
 
 def first_prompts(samples: Iterable[Sample], number: int) -> list[list[int]]:
-    """Return token ids of the first `number` different text prompts."""
+    """Return token ids of the first `number` different prompts that are text only: canaries send no images."""
     prompts: dict[tuple[int, ...], None] = {}
     for sample in samples:
         prompt = sample.tokens[: len(sample.tokens) - sample.response_length]
         if prompt and not sample.multimodal_inputs:
-            prompts[tuple(prompt)] = None
+            prompts[tuple(prompt)] = None  # a dictionary keeps the order
         if len(prompts) == number:
             break
     return [list(prompt) for prompt in prompts]
 
 
 def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
-    """Check what engines hold after an update through the disk; set the engines' rules; run canaries."""
+    """Check what engines hold after an update through the disk; set the engines' rules; run canaries.
+
+    In this order: canaries must not ask engines with wrong weights. Raises HealthError if a target may be wrong.
+    """
     global _speculation
     options = Options.from_args(args)
     if urls and args.update_weight_transport == "disk":
@@ -102,6 +107,10 @@ def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
 
 
 def _check_disk_update(args: Namespace, urls: Sequence[str], options: Options) -> None:
+    """Check every engine against the fingerprints that `push.py` wrote, once a version. Raises HealthError.
+
+    No second push is possible here: the train ranks have finished.
+    """
     global _checked_version
     push = slime_state.read_sent(args)
     if push is None or push["version"] == _checked_version:
@@ -128,7 +137,11 @@ def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> No
 def make_speculation(
     args: Namespace, urls: Sequence[str], options: Options
 ) -> SlimeDraftRule | None:
-    """Make the run's `SlimeDraftRule` from its checkpoint. None if an engine cannot switch or be reached."""
+    """Make the run's `SlimeDraftRule`, with what an earlier part of the run has learnt, if its checkpoint has that.
+
+    Returns None if an engine cannot be reached, or if none can switch its draft steps. Raises ConfigError for an engine
+    with another EAGLE-3 drafter.
+    """
     try:
         engines = {url: SlimeEngine(url).describe() for url in urls}
     except EngineError as error:
@@ -159,7 +172,7 @@ def make_speculation(
 
 
 def engine_urls(args: Namespace) -> list[str]:
-    """Return the URLs of the engines behind slime's router; [] if rollouts are read from a file."""
+    """Return the URLs of the engines behind slime's router, sorted; [] if rollouts are read from a file."""
     router = getattr(args, "sglang_router_ip", None)
     if not router or getattr(args, "load_debug_rollout_data", None):
         return []
@@ -173,7 +186,12 @@ def engine_urls(args: Namespace) -> list[str]:
 def log_rollout(
     rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float
 ) -> bool:
-    """Log acceptance by slime's own logging, then call the user's function (`--custom-rollout-log-function-path`)."""
+    """Log acceptance by slime's own logging, then call the user's function (`--custom-rollout-log-function-path`).
+
+    seconds  that the rollout took
+
+    Returns what the user's function returns: True keeps slime from logging its own metrics.
+    """
     metrics: dict[str, Any] = dict(_metrics)
     delivered = acceptance.of_samples(samples)
     if not math.isnan(delivered):
@@ -189,6 +207,7 @@ def log_rollout(
     return bool(load_function(users)(rollout_id, args, samples, extra, seconds))
 
 
-# slime's manager imports this module, as its rollout function, before the first sample is generated.
+# slime's manager imports this module, as its rollout function, before the first sample is generated. slime's functions
+# in these modules look both names up when they are called, so they call ours from now on.
 Sample.SpecInfo.add = acceptance.with_histogram(Sample.SpecInfo.add)
 sglang_rollout.generate_and_rm = seeds.seeded(sglang_rollout.generate_and_rm)

@@ -1,13 +1,15 @@
 """Learn about speculation from slime's rollouts and set the engines' rules, in the process that runs rollouts.
 
+`rollout.py` makes one `SlimeDraftRule` a run and calls, in this order for each rollout:
+
     speculation = SlimeDraftRule(learning, configs)
     speculation.before_rollout(urls, prediction)      set every engine's rule
     speculation.canary(urls, prompts, sampling)       if weights are new
     speculation.after_rollout(urls)                   learn
     speculation.forget(urls)                          instead of `after_rollout`, after an evaluation
 
-Each returns metrics. `urls` as in `engines.py`. An engine that does not answer is left out; slime restarts engines
-itself.
+All but `forget` return metrics. `urls` are those of slime's engines. An engine that does not answer is left out; slime
+restarts engines itself.
 """
 
 from __future__ import annotations
@@ -41,40 +43,48 @@ class SlimeDraftRule(DraftRule):
         configs: Iterable[SpecConfig] = (),
         settings: HealthSettings | None = None,
     ) -> None:
-        """`configs`: the configurations that the engines report they can run; a canary uses one of them."""
+        """`configs`: the configurations that the engines report they can run.
+
+        A canary uses the one of these with most drafts, up to `settings.canary_steps`.
+        """
         super().__init__(learning)
         settings = settings or HealthSettings()
         steps = [c.num_steps for c in configs if c.num_steps <= settings.canary_steps]
-        self._chain = SpecConfig(max(steps, default=0))  # of canaries
+        self._chain = SpecConfig(max(steps, default=0))  # of canaries; 0 drafts: no canary runs
         self._canary = Canary(settings)
         self._canary_versions: dict[str, int] = {}  # of the latest canary, by URL
 
     def before_rollout(
         self, urls: Sequence[str], prediction: Prediction | None
     ) -> dict[str, float]:
-        """Set every engine's rule, by all rollouts before and training's prediction of the one that begins.
+        """Set every engine's rule, which follows from all earlier rollouts and from `prediction`.
+
+        prediction  training's, of this rollout's acceptance (`state.read_prediction`); None: there is none
 
         Returns `predict/next_tokens_k*` and `health/unreachable_engines`.
         """
         metrics = _slime_names(self.learning.expect(prediction))
-        told = self._engines(urls)(self.set)
-        return metrics | {"health/unreachable_engines": float(len(urls) - len(told))}
+        answered = self._engines(urls)(self.set)
+        return metrics | {"health/unreachable_engines": float(len(urls) - len(answered))}
 
     def canary(
         self, urls: Sequence[str], prompts: Sequence[Sequence[int]], sampling: Sampling
     ) -> dict[str, float]:
         """Generate a few tokens for each of `prompts` with a fixed chain, before a rollout under new weights.
 
-        If an engine's accept length is below its floor (`HealthSettings`), its speculation is disabled until the next
-        push. An engine runs one canary per version, and none while its speculation is disabled. Returns
-        `health/canary_*`; {} if no canary was due or none was answered.
+        If an engine's accept length is below its floor (`HealthSettings`), its speculation is disabled until a later
+        push. An engine runs one canary per version, and none while its speculation is disabled. Call it after
+        `before_rollout`. Returns `health/canary_*`; {} if no canary was due or none was answered.
+
+        prompts   token ids
+        sampling  of the rollouts
         """
         if not prompts or not self._chain.num_steps or not self._canary.due():
             return {}
         answered = self._engines(urls)(self._canary_version)
         versions = {url: version for url, version in answered.items() if version is not None}
         engines = {url: SlimeEngine(url) for url in versions}
-        seconds = self._canary.seconds
+        seconds_before = self._canary.seconds  # of all canaries so far
         results = self._canary.run(
             engines,
             versions,
@@ -83,7 +93,7 @@ class SlimeDraftRule(DraftRule):
             self._chain,
             self.learning.accept_length(self._chain),
         )
-        answers(engines, self.set)
+        answers(engines, self.set)  # the canary leaves its chain behind; the rollout needs the rule
         if all(result.error for result in results.values()):
             return {}
         failures = 0
@@ -99,14 +109,15 @@ class SlimeDraftRule(DraftRule):
                 contract.hold(engines[url], result.findings)
             else:
                 self._canary.remember(url, result)
-        metrics = canary_metrics(results.values(), self._canary.seconds - seconds)
+        metrics = canary_metrics(results.values(), self._canary.seconds - seconds_before)
         return metrics | {"health/canary_failures": float(failures)}
 
     def after_rollout(self, urls: Sequence[str], delivered: float = math.nan) -> dict[str, float]:
         """Gather every engine's rounds, and learn from all of them. `before_rollout` sets the rule that results.
 
-        Returns `rollout/spec_*` and `predict/*`, the prediction compared with this rollout. `delivered` as for
-        `observe`.
+        Returns `rollout/spec_*` and `predict/*`, the prediction compared with this rollout; {} without any round.
+
+        delivered  tokens that a round delivered to a sample, on average; NaN: not known
         """
         rounds, reports = self.gather(self._engines(urls))
         if not any(of_engine for _, of_engine in rounds):
@@ -115,9 +126,10 @@ class SlimeDraftRule(DraftRule):
 
     def forget(self, urls: Sequence[str]) -> None:
         """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""
-        self.gather(self._engines(urls))
+        self.gather(self._engines(urls))  # asking engines for their rounds also resets them
 
     def _engines(self, urls: Collection[str]) -> Everywhere:
+        """Return a function that asks the engines at `urls` at once, and leaves out those that do not answer."""
         return partial(answers, {url: SlimeEngine(url) for url in urls})
 
     def _canary_version(self, engine: Any) -> int | None:
