@@ -71,4 +71,5 @@ def hand_on(source: Path | None, target: Path) -> None:
 
 
 def _read(file: Path) -> Any:
+    """Return the content of a JSON file; None without the file."""
     return json.loads(file.read_text()) if file.exists() else None

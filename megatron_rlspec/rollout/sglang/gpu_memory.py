@@ -44,6 +44,7 @@ class GpuMemory(Memory):
         return self._handles[piece.data_ptr()]
 
     def _make(self, needed: int) -> Tensor:
+        """Allocate a piece, `[needed]` uint8, and keep its handle. `Memory.turn` calls it. Raises ValueError."""
         # Makes torch's CUDA context this thread's, in which the driver then allocates.
         torch.empty(1, device=self.device)
         allocated = _Allocation(needed)

@@ -255,6 +255,7 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
 
 
 def _check_tokens(place: str, tokens: list[int], vocabulary: int) -> None:
+    """Raise Refusal for the first token id out of range; `place` names the list in its sentence."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):  # the fast path for long lists
         return
     for i, token in enumerate(tokens):

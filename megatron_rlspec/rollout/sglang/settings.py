@@ -63,6 +63,7 @@ class Settings:
 
 @cache  # read at every request; a process's variable does not change
 def _parsed(text: str) -> Settings:
+    """Return the settings in `text`, the value of RLSPEC_SGLANG. Raises ValueError."""
     if text in ("", "1"):
         return Settings()
     try:

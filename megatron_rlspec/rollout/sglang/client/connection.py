@@ -93,6 +93,7 @@ class Connection:
                 raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
+        """Parse an answer, or one line of it. Raises RefusedError unless it is a JSON object."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):

@@ -168,6 +168,7 @@ class SGLangEngine(Connection):
         return self.post(path, **arguments)
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
+        """Run this configuration in every later decode round. `sharpness`: of coupled drafts; None: it stays."""
         body = {"config": config.to_json(), "sharpness": sharpness}
         self.post("control/set_config", json=body)
 
@@ -203,6 +204,7 @@ class SGLangEngine(Connection):
         self.post_to_sglang("resume_memory_occupation", {})
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the named samples, or all for None: their `generate` returns what they have, with status "aborted"."""
         self.post("abort", json={} if request_ids is None else {"ids": list(request_ids)})
 
     def progress(self) -> Load:

@@ -4,9 +4,9 @@
     handles  engines that see the trainer's GPU; they copy the bucket from the memory in which the trainer laid it out
     group    one process group of this process and the ranks of all engines (NCCL between GPUs, gloo otherwise)
 
-One transport serves all engines, from several threads. Each has the memory in which a push lays out its buckets.
-If that is `joint`, a bucket goes to all engines by one call, else to each by its own. The engines' side is `bucket`,
-`handle`, `join` and `receive` in `http/weight_routes.py`.
+One transport serves all engines, from several threads. It owns the memory in which a push lays out its buckets
+(`push/bucket.py`). If that memory is `joint`, one call of `send` serves all engines, else there is a call for each. The
+engines' side is `bucket`, `handle`, `join` and `receive` in `http/weight_routes.py`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class GroupBroadcast:
         self._groups_made = 0
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
+        # One thread an engine: each blocks until its engine answers.
         with ThreadPoolExecutor(len(posts)) as threads:
             if not self._members or set(self._members) != set(posts):
                 self._members = []  # stays so if joining fails
@@ -108,6 +109,7 @@ class GroupBroadcast:
                 raise EngineError(f"weight group: {str(reason).splitlines()[0]}") from None
 
     def _broadcast(self, data: Tensor) -> None:
+        """Broadcast the bytes of a bucket, `[bytes]` uint8, on the group's device. Blocks until they are sent."""
         dist.broadcast(data, src=0, group=self._group)
         if data.is_cuda:
             # The caller fills this piece of memory again after `send`.

@@ -261,6 +261,7 @@ def main(argv: list[str] | None = None) -> None:
 def _printed(
     options: argparse.Namespace, arguments: list[str], settings: Settings, slots: dict[str, Any]
 ) -> str:
+    """Return the text of --print or --for. `arguments` are all of SGLang's, the user's own included."""
     if options.project:
         return for_project(options.project, arguments, settings, slots)
     return shell_commands(arguments, settings, slots, has_key=bool(options.api_key))
@@ -399,6 +400,7 @@ def _slots(options: argparse.Namespace, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _hf_config(model: str) -> dict[str, Any]:
+    """Return config.json of a model directory, which `check` has found."""
     return json.loads((Path(model) / "config.json").read_text())
 
 

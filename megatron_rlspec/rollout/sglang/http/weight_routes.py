@@ -103,7 +103,7 @@ async def may_generate() -> None:
 
 @asynccontextmanager
 async def _open_update(request: Request) -> AsyncIterator[Update]:
-    """Hold the lock, and return the open update that the query's `session` names. Raises Refusal for another token."""
+    """Hold the lock, and return the open update that the query's `session` names. Raises Refusal without one."""
     query = parse_query(schemas.SessionQuery, request.query_params)
     async with _lock:
         yield weights.update_of(query.session)
@@ -119,7 +119,7 @@ async def begin(request: Request) -> JSONResponse:
     async with _lock:
         if weights.update is not None:
             await _give_up(weights.update, f"another one began, to version {query.version}")
-        # Before the first await: from here on `may_generate` lets no new request in.
+        # Before the engine is paused: from here on `may_generate` lets no new request in.
         update = weights.begin(query.scope, query.version)
         _no_update_open.clear()
         try:
@@ -142,6 +142,7 @@ async def bucket(request: Request) -> JSONResponse:
     with _memory.piece(int(size)) as piece:
         view = piece.numpy().data
         received = 0
+        # The HTTP server delivers exactly Content-Length bytes; ClientDisconnect ends a body that is cut off.
         async for part in request.stream():
             view[received : received + len(part)] = part
             received += len(part)
