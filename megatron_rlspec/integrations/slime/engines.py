@@ -24,7 +24,8 @@ from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
 from megatron_rlspec.types import Scope
 
 logger = logging.getLogger(__name__)
-Fingerprints = Mapping[str, int]  # by a tensor's name in the checkpoint; `push.fingerprint` computes them
+# By a tensor's name in the checkpoint; `push.fingerprint` computes them.
+Fingerprints = Mapping[str, int]
 
 
 class SlimeEngine(SGLangEngine):

@@ -48,7 +48,8 @@ _prediction: Prediction | None = None  # of all steps so far on this rollout's s
 def init(args: Namespace) -> None:
     """Install our wrappers (`--custom-megatron-init-path`), after the user's own function."""
     options = Options.from_args(args)
-    args.enable_mtp_training = False  # no MTP loss of slime: the drafter has a loss and a step of its own
+    # No MTP loss of slime: the drafter has a loss and a step of its own.
+    args.enable_mtp_training = False
     # Before ours: functions of slime that it replaces are then wrapped below.
     if users := options.user_functions.get("--custom-megatron-init-path"):
         load_function(users)(args)
@@ -195,7 +196,8 @@ def _with_fields(get_batch: Callable) -> Callable:
         # Without gradients slime computes log-probs: the drafter learns from training passes only.
         if drafter is None or not (drafter.ready and torch.is_grad_enabled()):
             return get_batch(data_iterator, *args, **kwargs)
-        samples = data_iterator.micro_batch_indices[data_iterator.offset]  # before `get_batch` advances the offset
+        # Before `get_batch` advances the offset.
+        samples = data_iterator.micro_batch_indices[data_iterator.offset]
         batch = get_batch(data_iterator, *args, **kwargs)
         seeds = _seeds(data_iterator.rollout_data)
         sequences = micro_batch(batch, [seeds[i] for i in samples if seeds])

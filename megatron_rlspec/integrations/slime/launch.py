@@ -33,7 +33,8 @@ DRAFTER = (
     *("kind", "path", "train"),
     *("depth", "loss", "depth_decay", "lr", "warmup_steps"),
 )
-CONFIG = "--custom-config-path"  # slime's flag: a YAML file whose entries become attributes of its `args`
+# slime's flag: a YAML file whose entries become attributes of its `args`.
+CONFIG = "--custom-config-path"
 RUNTIME = "--runtime-env-json"  # of `ray job submit`
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # read by `ray.init`
 

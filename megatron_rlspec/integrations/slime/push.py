@@ -39,7 +39,8 @@ from megatron_rlspec.push.push import exporting
 from megatron_rlspec.types import Scope
 
 Tensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-_sent: dict[str, int] | None = None  # fingerprints of this rank in the push that runs now; None: no push runs
+# Fingerprints of this rank in the push that runs now; None: no push runs.
+_sent: dict[str, int] | None = None
 
 
 def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:

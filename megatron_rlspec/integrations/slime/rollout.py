@@ -40,7 +40,8 @@ from megatron_rlspec.types import SpecConfig
 logger = logging.getLogger(__name__)
 SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 _speculation: SlimeDraftRule | None = None  # made before the first rollout whose engines answer
-_checked_version = 0  # of the last full update through the disk that was checked; only such updates are checked here
+# Version of the last full update through the disk that was checked. Only such updates are checked here.
+_checked_version = 0
 _metrics: dict[str, float] = {}  # since the last log
 _prompts: list[list[int]] = []  # token ids of the last rollout's first prompts, for canaries
 

@@ -107,7 +107,8 @@ def _header(data: memoryview) -> list[tuple[str, str, list[int]]]:
     descriptor = os.memfd_create("rlspec-header", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, header)
-        os.ftruncate(descriptor, len(data))  # the library compares the file's length with the header
+        # The library compares the file's length with the header.
+        os.ftruncate(descriptor, len(data))
         with safe_open(f"/proc/self/fd/{descriptor}", framework="np") as file:
             tensors = [(name, file.get_slice(name)) for name in file.offset_keys()]
             return [(name, tensor.get_dtype(), tensor.get_shape()) for name, tensor in tensors]

@@ -49,8 +49,10 @@ def _top_k(value: int) -> int:
 
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 RequestId = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x20-\x7e]+$")]
-Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]  # of the weights; the client reads it by int()
-TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]  # `check_batch` compares with the vocabulary
+# A version of the weights; the client reads it by int().
+Version = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
+# `check_batch` compares them with the vocabulary.
+TokenIds = Annotated[list[int], Field(min_length=1, max_length=4 << 20)]
 Edge = Annotated[int, Field(ge=0, le=1 << 40)]  # one dimension of a tensor's shape
 
 
@@ -256,7 +258,8 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
 
 def _check_tokens(place: str, tokens: list[int], vocabulary: int) -> None:
     """Raise Refusal for the first token id out of range; `place` names the list in its sentence."""
-    if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):  # the fast path for long lists
+    # The fast path for long lists.
+    if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):
         return
     for i, token in enumerate(tokens):
         if not 0 <= token < vocabulary:

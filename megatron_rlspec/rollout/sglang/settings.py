@@ -45,7 +45,8 @@ class Settings:
     drafts: Drafts = "coupled"  # with the verifier position_keyed
     ragged: bool = False  # whether rounds may verify another number of drafts of each request
     sharpness: float = SHARPNESS[0]  # of coupled drafts, until a rule names one
-    architectures: tuple[str, ...] = ()  # import SGLang's model files of these alone; (): all its files
+    # Import SGLang's model files of these alone; (): all its files.
+    architectures: tuple[str, ...] = ()
     loopback: bool = False  # torch's stores listen on the loopback address only
 
     @classmethod
@@ -95,7 +96,8 @@ def refused(server_args: Any) -> str:
         return APART
     if server_args.speculative_use_rejection_sampling:
         return REJECTION
-    attention_ranks = getattr(server_args, "attn_dp_size", 1)  # older versions than 0.5.23 do not have it
+    # SGLang before 0.5.23 does not have this option.
+    attention_ranks = getattr(server_args, "attn_dp_size", 1)
     if server_args.enable_dp_attention or max(server_args.dp_size, attention_ranks) > 1:
         return ATTENTION_RANKS
     return ""

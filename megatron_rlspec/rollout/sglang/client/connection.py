@@ -115,7 +115,8 @@ class Connection:
         under   "/rlspec/" for our routes, "/" for SGLang's own
         """
         session = requests.Session()
-        session.trust_env = False  # no proxy lies between a trainer and its engines, and no .netrc replaces the key
+        # No proxy lies between a trainer and its engines, and no .netrc replaces the key.
+        session.trust_env = False
         try:
             answer = session.request(
                 method,

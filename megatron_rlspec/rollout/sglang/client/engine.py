@@ -63,8 +63,10 @@ class SGLangEngine(Connection):
     ) -> None:
         super().__init__(url, known_key(api_key), timeout, process)
         self._transport = transport or Http()
-        self._broken = ""  # why the weights are not usable, so that `generate` refuses; "" if they are
-        self._served: dict[str, Any] | None = None  # the answer of the command `shapes`, once it was asked
+        # Why the weights are not usable, so that `generate` refuses; "" if they are.
+        self._broken = ""
+        # The answer of the command `shapes`, once it was asked.
+        self._served: dict[str, Any] | None = None
         self._update = ""  # the token of the open weight update; "" without one
 
     @classmethod
@@ -104,7 +106,8 @@ class SGLangEngine(Connection):
         by_id = {r.id: r for r in requests}
         body = {"requests": [_body(r, sampling) for r in requests], "progress": True}
         samples: dict[str, Sample] = {}
-        begun: dict[str, dict[str, Any]] = {}  # by id, the lines of progress so far as one line (`_with_progress`)
+        # By id, the lines of progress so far as one line (`_with_progress`).
+        begun: dict[str, dict[str, Any]] = {}
         try:
             for line in self.stream("generate", json=body):
                 if "error" in line:

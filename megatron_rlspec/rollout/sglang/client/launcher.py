@@ -104,7 +104,8 @@ class EngineProcess:
             time.sleep(0.02)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        scratch.remove(self.directory)  # last: no process of the engine may make files in it any more
+        # Last: no process of the engine may make files in it any more.
+        scratch.remove(self.directory)
 
     def _group_runs(self) -> bool:
         """Return whether a process of the group runs; ended ones, which a container may never reap, do not count."""

@@ -53,7 +53,8 @@ class Http:
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
         [post] = posts
-        post("weights/bucket", data=bucket.file().numpy().data)  # a view: the bytes are not copied here
+        # A view: the bytes are not copied here.
+        post("weights/bucket", data=bucket.file().numpy().data)
 
 
 class Handles:

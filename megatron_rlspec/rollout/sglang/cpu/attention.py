@@ -208,7 +208,8 @@ def extend_attention_cpu(
     _refuse(tree_mask is not None, not is_causal)
     batch = len(extend_lens)
     total = query.shape[0]
-    uniform = batch * max_extend_len == total  # all requests have as many new tokens: nothing is padded
+    # All requests have equally many new tokens: nothing is padded.
+    uniform = batch * max_extend_len == total
 
     def make() -> tuple:
         longest = int(seq_lens.max())

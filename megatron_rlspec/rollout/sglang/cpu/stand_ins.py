@@ -94,5 +94,6 @@ def install() -> list[str]:
             function.default = function  # type: ignore[attr-defined]
             setattr(torch.ops.sgl_kernel, name, function)
     if "torchvision" in names:
-        sys.meta_path.append(_Finder("torchvision", {"__version__": "0.0"}))  # a version that can be parsed
+        # A version that can be parsed.
+        sys.meta_path.append(_Finder("torchvision", {"__version__": "0.0"}))
     return names

@@ -37,7 +37,8 @@ from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
-STARTED_AT_ONCE = 64  # samples of one request; between two such portions the server answers other requests
+# Samples of one request; between two such portions the server answers other requests.
+STARTED_AT_ONCE = 64
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
 

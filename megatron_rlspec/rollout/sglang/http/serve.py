@@ -210,7 +210,8 @@ def main(argv: list[str] | None = None) -> None:
         # Before anything slow: the launcher may be killed at any time, and would leave its directory behind.
         _scratch()
         parents.end_with(options.stop_with_parent)
-    model_name = Path(options.model).name or options.model  # `check` replaces the path by a local one
+    # `check` replaces the path by a local one.
+    model_name = Path(options.model).name or options.model
     check(options, parser().get_default)
     for text in rest:
         if options.spec != "off" and text.startswith(_WITHOUT_DRAFTS):
@@ -248,7 +249,8 @@ def main(argv: list[str] | None = None) -> None:
         loopback=loopback,
         architectures=_architectures(options.model, options.draft_model),
     )
-    os.environ.update(settings.to_environment())  # read by `plugin.register` in every process of SGLang
+    # Read by `plugin.register` in every process of SGLang.
+    os.environ.update(settings.to_environment())
     if settings.architectures:
         # SGLang then does not import its 250 model files; `plugin._register_models` says why.
         os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", "concurrent")
@@ -329,7 +331,8 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
         f"--device={device}",
         f"--dtype={options.dtype}",
         f"--max-running-requests={options.max_running_requests}",
-        "--weight-version=0",  # a number, which the client reads by int(); SGLang's own is "default"
+        # A number, which the client reads by int(); SGLang's own is "default".
+        "--weight-version=0",
     ]
     total = options.max_total_tokens
     if device == "cpu":
@@ -490,7 +493,8 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
         if stand_ins.standing_in("sgl_kernel"):
             installed_sglang().prepare_cpu()
         _fork_children()
-    load_plugins()  # adds our routes to `http_server.app` and registers the hooks (`plugin.register`)
+    # Adds our routes to `http_server.app` and registers the hooks (`plugin.register`).
+    load_plugins()
     _name_shared_memory(_scratch())
     client = SGLangEngine(_url(options), api_key=options.api_key, timeout=60)
     after_start: list[Callable[[], None]] = [lambda: _confirm(options, client)]
@@ -579,7 +583,8 @@ def _confirm(options: argparse.Namespace, client: SGLangEngine) -> None:
         print(f"rlspec serve: plugin not in force: {error}", flush=True)
         from sglang.srt.utils import kill_process_tree
 
-        kill_process_tree(os.getpid())  # also kills this process, so the lines below need a good answer
+        # Also kills this process, so the lines below need a good answer.
+        kill_process_tree(os.getpid())
     _treat_interrupt_as_terminate()
     print(f"rlspec serve: {in_force(answer)}", flush=True)
     print(f"rlspec serve: ready on {client.url}", flush=True)

@@ -65,7 +65,8 @@ class Weights:
         """Return the open update. Raises Refusal without one, or if `token` is not its token."""
         if self.update is None:
             raise Refusal(409, "no weight update is open; call weights/begin first")
-        if not secrets.compare_digest(token, self.update.token):  # in constant time, as for a password
+        # In constant time, as for a password.
+        if not secrets.compare_digest(token, self.update.token):
             raise Refusal(
                 409,
                 f"session is not that of the open weight update, to version {self.update.version}, "

@@ -46,7 +46,8 @@ from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import of_handle
 from megatron_rlspec.rollout.sglang.schemas import Refusal, parse_query
 
 _sglang = versions.installed()
-_SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}  # our scope -> SGLang's name for it
+# Our scope of an update -> SGLang's name for it.
+_SELECTOR = {"all": "all", "target": "target", "drafter": "draft"}
 _CONNECT_SECONDS = 5.0  # to reach the trainer's store, before a scheduler waits for it
 _UPDATE_SECONDS = 60.0  # how long `generate` waits for the end of an update
 _MAX_KEPT_BYTES = 1 << 30  # of shared memory, between buckets
