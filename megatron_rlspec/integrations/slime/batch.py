@@ -16,7 +16,10 @@ from megatron_rlspec.cotrainer.fields import Sequences
 
 
 def micro_batch(batch: Mapping[str, Any], seeds: Sequence[int] = ()) -> Sequences:
-    """Return the sequences of slime's `get_batch`: its `unconcat_tokens`, response masks and boundaries."""
+    """Return the sequences of slime's `get_batch`: its `unconcat_tokens`, response masks and boundaries.
+
+    seeds  of the samples, in the order of the batch; () without coupled drafts
+    """
     tokens: Sequence[torch.Tensor] = batch["unconcat_tokens"]
     masks = []
     for sample, response_mask in zip(tokens, batch["loss_masks"], strict=True):
@@ -27,7 +30,10 @@ def micro_batch(batch: Mapping[str, Any], seeds: Sequence[int] = ()) -> Sequence
 def trained_tokens(
     rollout_data: Mapping[str, Any], samples: Sequence[int], depth: int
 ) -> list[float]:
-    """Count the predictions of each depth that these samples of slime's rollout data train: `[depth]`."""
+    """Count the predictions of each depth that these samples of slime's rollout data train: `[depth]`.
+
+    samples  indices into this rank's rollout data
+    """
     masks = []
     for i in samples:
         masks.append(token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i]))

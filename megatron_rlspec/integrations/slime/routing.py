@@ -2,7 +2,8 @@
 
 Under `--use-routing-replay` every router of the model gets a list of recorded choices when it is built
 (`slime.utils.routing_replay`), the MTP layer's, too. But engines record the trunk's layers only: a draft is another
-pass, over other hidden states. And slime's own recording runs without the MTP layer.
+pass, over other hidden states. And slime's own recording runs without the MTP layer. So the drafter's list would stay
+empty, and replaying it would fail.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def leave_out(drafter: nn.Module) -> None:
 
 @contextmanager
 def unreplayed() -> Iterator[None]:
-    """Let the routers that run meanwhile, forward or backward, choose by themselves."""
+    """Let the routers that run in the `with` block, forward or backward, choose by themselves."""
     stage = os.environ.get(STAGE)
-    if stage is None:
+    if stage is None:  # without --use-routing-replay
         yield
         return
     os.environ[STAGE] = "fallthrough"

@@ -1,7 +1,7 @@
 """Ids of samples. A client chooses its own, which may come twice. SGLang gets ids that are unique in the engine.
 
-SGLang aborts all ids that begin with the one that is given. None of ours begins with another one: all of them begin
-with the same number of random digits.
+To abort an id, SGLang ends all requests whose ids begin with it. Ids made here begin with equally many random digits,
+so none is the beginning of another one.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import uuid
 
 _MARK = "rlspec."
-_BEFORE = len(f"{_MARK}{uuid.UUID(int=0).hex}.")
+_PREFIX_LENGTH = len(f"{_MARK}{uuid.UUID(int=0).hex}.")
 
 
 def inner(name: str) -> str:
-    """Return a new id for SGLang."""
+    """Return a new id for SGLang that contains the client's id `name`."""
     return f"{_MARK}{uuid.uuid4().hex}.{name}"
 
 
 def outer(rid: str) -> str:
-    """Return the client's id. A request of SGLang's own routes has one id only."""
-    return rid[_BEFORE:] if rid.startswith(_MARK) else rid
+    """Return the client's id in SGLang's id `rid`. An id of a request through SGLang's own routes stays as it is."""
+    return rid[_PREFIX_LENGTH:] if rid.startswith(_MARK) else rid

@@ -58,8 +58,8 @@ class _Plan:
     def serves(self, key_buffer: Tensor, inputs: tuple[Tensor, ...]) -> bool:
         """Return whether this is the plan of the present pass.
 
-        SGLang changes the inputs in place between passes, so that they are the same objects does not suffice. When the
-        first layer's buffer comes again, a new pass has begun.
+        Two passes may have the same objects as inputs, with other values in them, so identity alone does not suffice:
+        when the buffer of the first layer comes again, a new pass has begun.
         """
         same = len(inputs) == len(self.inputs) and all(map(operator.is_, self.inputs, inputs))
         return same and key_buffer.data_ptr() != self.first_buffer
