@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv[:split])
     command = argv[split + 1 :]
     slime_arguments = command[driver_index(command) + 1 :]
-    given = read_flags(slime_arguments)
+    user_flags = read_flags(slime_arguments)
     drafter = _drafter_section(options)
     added = plan(slime_arguments, drafter, options.candidate_steps, options.verifier)
     if drafter.kind == "eagle3":
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--drafter.kind eagle3: SGLang 0.5.15.post1 has no EAGLE-3 drafters; SGLang 0.5.23 has them, and "
                 "needs torch 2.14.1 and CUDA 13"
             )
-        added.environment |= refusals.refuse_unfit_eagle3(given, drafter.path)
+        added.environment |= refusals.refuse_unfit_eagle3(user_flags, drafter.path)
     completed = complete(command, added, Path(options.folder).absolute())
     _print_additions(added)
     if options.dry_run:

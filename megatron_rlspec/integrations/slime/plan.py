@@ -64,9 +64,9 @@ class Additions:
     adaptive: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add_flag(self, given: Flags, name: str, *value: str) -> None:
-        """Add a flag, unless the user's command has it: `given` has its flags."""
-        if name not in given:
+    def add_flag(self, user_flags: Flags, name: str, *value: str) -> None:
+        """Add a flag, unless the user's command has it."""
+        if name not in user_flags:
             self.flags += [name, *value]
 
 
@@ -84,25 +84,25 @@ def plan(
 
     Raises ConfigError if slime's own flags contradict it.
     """
-    given = read_flags(arguments)
-    refusals.refuse(given, drafter)
+    user_flags = read_flags(arguments)
+    refusals.refuse(user_flags, drafter)
     added = Additions()
-    verifier = _verifier(given, verifier, added.notes)
+    verifier = _verifier(user_flags, verifier, added.notes)
     if verifier == "position_keyed":
-        added.add_flag(given, SAMPLER, "pytorch")
-    fixed = _why_fixed(given)
-    start = _starting_steps(given, candidate_steps)
+        added.add_flag(user_flags, SAMPLER, "pytorch")
+    fixed = _why_fixed(user_flags)
+    start = _starting_steps(user_flags, candidate_steps)
     candidates = _candidates(candidate_steps, start, fixed)
     if fixed:
         added.notes.append(f"the number of draft steps is fixed at {start}: {fixed}")
-    _add_speculation(added, given, drafter, start)
-    _add_functions(added, given)
-    if len(candidates) > 1 and ADAPTIVE not in given:
+    _add_speculation(added, user_flags, drafter, start)
+    _add_functions(added, user_flags)
+    if len(candidates) > 1 and ADAPTIVE not in user_flags:
         added.flags.append(ADAPTIVE)
-        if f"{ADAPTIVE}-config" not in given:
-            added.adaptive = _captured_graphs(given, candidates)
+        if f"{ADAPTIVE}-config" not in user_flags:
+            added.adaptive = _captured_graphs(user_flags, candidates)
     added.environment |= Settings(verifier).to_environment()
-    depth = _depth(given, drafter, added.notes)
+    depth = _depth(user_flags, drafter, added.notes)
     added.settings |= {
         "drafter": drafter.model_dump() | {"depth": depth},
         "candidate_steps": candidates,
@@ -111,34 +111,36 @@ def plan(
     return added
 
 
-def _add_functions(added: Additions, given: Flags) -> None:
+def _add_functions(added: Additions, user_flags: Flags) -> None:
     """Put our functions in place of the user's. Ours call the user's, which `options.user_functions` names."""
-    users = {}
+    user_functions = {}
     for flag, function in FUNCTIONS.items():
-        if given.get(flag):
-            users[flag] = given[flag]
+        if user_flags.get(flag):
+            user_functions[flag] = user_flags[flag]
         added.flags += [flag, function]
-    added.settings["user_functions"] = users
+    added.settings["user_functions"] = user_functions
 
 
-def _add_speculation(added: Additions, given: Flags, drafter: DrafterConfig, start: int) -> None:
+def _add_speculation(
+    added: Additions, user_flags: Flags, drafter: DrafterConfig, start: int
+) -> None:
     """Add the flags by which slime builds an MTP layer and SGLang drafts chains of `start` tokens."""
     if drafter.kind == "eagle3":
-        added.add_flag(given, refusals.ALGORITHM, "EAGLE3")
+        added.add_flag(user_flags, refusals.ALGORITHM, "EAGLE3")
         added.flags += [DRAFT_MODEL, drafter.path]  # `refusals.refuse` lets no other path pass
     else:
-        added.add_flag(given, "--mtp-num-layers", "1")
-        added.add_flag(given, refusals.ALGORITHM, "EAGLE")
-    added.add_flag(given, NUM_STEPS, str(start))
-    added.add_flag(given, "--sglang-speculative-eagle-topk", "1")
-    added.add_flag(given, "--sglang-speculative-num-draft-tokens", str(start + 1))
+        added.add_flag(user_flags, "--mtp-num-layers", "1")
+        added.add_flag(user_flags, refusals.ALGORITHM, "EAGLE")
+    added.add_flag(user_flags, NUM_STEPS, str(start))
+    added.add_flag(user_flags, "--sglang-speculative-eagle-topk", "1")
+    added.add_flag(user_flags, "--sglang-speculative-num-draft-tokens", str(start + 1))
 
 
-def _starting_steps(given: Flags, candidate_steps: Sequence[int] | None) -> int:
+def _starting_steps(user_flags: Flags, candidate_steps: Sequence[int] | None) -> int:
     """Return the draft steps at the start: the command's own, the only candidate, or the default."""
-    users = whole_number(given.get(NUM_STEPS))
-    if users is not None:
-        return users
+    user_value = whole_number(user_flags.get(NUM_STEPS))
+    if user_value is not None:
+        return user_value
     if candidate_steps is not None and len(candidate_steps) == 1:
         return candidate_steps[0]
     return SpecSection().num_steps
@@ -165,12 +167,12 @@ def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -
     return sorted(candidate_steps)
 
 
-def _verifier(given: Flags, wanted: Verifier | None, notes: list[str]) -> Verifier:
+def _verifier(user_flags: Flags, wanted: Verifier | None, notes: list[str]) -> Verifier:
     """Return the verifier. If the engines cannot do the default, position_keyed, `notes` gets a line that says why.
 
     wanted  of --verifier; None: not given. Raises ConfigError for one that the engines cannot do.
     """
-    reason = refusals.why_not_keyed(given)
+    reason = refusals.why_not_keyed(user_flags)
     if wanted == "position_keyed" and reason:
         raise ConfigError(f"--verifier position_keyed: {reason}; give --verifier target_only")
     if wanted or not reason:
@@ -179,19 +181,19 @@ def _verifier(given: Flags, wanted: Verifier | None, notes: list[str]) -> Verifi
     return "target_only"
 
 
-def _why_fixed(given: Flags) -> str:
+def _why_fixed(user_flags: Flags) -> str:
     """Return why the number of steps cannot change while the engines run; "" if it can."""
-    flag = refusals.attention_ranks(given)
+    flag = refusals.attention_ranks(user_flags)
     if flag:
         return f"under {flag} SGLang does not adapt it"
-    if DELTA_NET in given:
+    if DELTA_NET in user_flags:
         return "a changing number was never tested with the state of this model's delta nets"
     return ""
 
 
-def _depth(given: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
+def _depth(user_flags: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
     """Return the depth that the drafter is trained to: 1 where the attention allows no other. Raises ConfigError."""
-    limiting = [flag for flag in ONE_DEPTH if flag in given]
+    limiting = [flag for flag in ONE_DEPTH if flag in user_flags]
     if not limiting:
         return drafter.depth
     if "depth" not in drafter.model_fields_set:
@@ -203,13 +205,13 @@ def _depth(given: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
     return 1
 
 
-def _captured_graphs(given: Flags, candidates: Sequence[int]) -> dict[str, Any]:
+def _captured_graphs(user_flags: Flags, candidates: Sequence[int]) -> dict[str, Any]:
     """Return the content of SGLang's adaptive file: from each batch size on, the step counts to capture graphs for."""
-    gpus = whole_number(given.get("--rollout-num-gpus-per-engine")) or 1
+    gpus = whole_number(user_flags.get("--rollout-num-gpus-per-engine")) or 1
     max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
     for flag in reversed(MAX_BATCH):
-        max_batch = whole_number(given.get(flag)) or max_batch
-    layers = whole_number(given.get("--num-layers"))
+        max_batch = whole_number(user_flags.get(flag)) or max_batch
+    layers = whole_number(user_flags.get("--num-layers"))
     if layers is None:  # which counts pay at which batch is not known: capture all at every batch
         return {"1": {"candidate_steps": list(candidates)}}
     needed = graphs.needed(chains(candidates), max_batch, layers)

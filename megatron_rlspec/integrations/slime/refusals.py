@@ -66,35 +66,35 @@ EAGLE3_LIMITS: Limits = {
 }
 
 
-def refuse(given: Flags, drafter: DrafterConfig) -> None:
+def refuse(user_flags: Flags, drafter: DrafterConfig) -> None:
     """Raise ConfigError for flags of slime that this drafter cannot be trained or served with."""
     of_kind = EAGLE3_LIMITS if drafter.kind == "eagle3" else MTP_LIMITS
     for flag, (values, why) in {**LIMITS, **of_kind}.items():
-        if flag in given and given[flag] not in values:
+        if flag in user_flags and user_flags[flag] not in values:
             remedy = f"set {values[0]}" if values else REMOVE
-            shown = f"{flag} {given[flag]}" if given[flag] else flag
+            shown = f"{flag} {user_flags[flag]}" if user_flags[flag] else flag
             raise ConfigError(f"{shown}: {why}; {remedy}")
     # slime's file of engine groups. A group of prefill engines is found in the text of the parsed YAML, at any depth.
-    engines = Path(given.get("--sglang-config") or "")
+    engines = Path(user_flags.get("--sglang-config") or "")
     if engines.is_file() and "'worker_type': 'prefill'" in str(yaml.safe_load(engines.read_text())):
         raise ConfigError(f"--sglang-config {engines}: {APART}; {REMOVE}")
-    if given.get("--spec") == "slime_plugins.models.qwen3_5_vl":
-        raise ConfigError(f"--spec {given['--spec']}: the model {HIDDEN_MTP}")
-    _refuse_expert_copies(given)
+    if user_flags.get("--spec") == "slime_plugins.models.qwen3_5_vl":
+        raise ConfigError(f"--spec {user_flags['--spec']}: the model {HIDDEN_MTP}")
+    _refuse_expert_copies(user_flags)
 
 
-def _refuse_expert_copies(given: Flags) -> None:
+def _refuse_expert_copies(user_flags: Flags) -> None:
     """Refuse experts that are split otherwise than the rest of the model, without expert parallelism.
 
     Megatron sums the gradients of experts over the experts' own replicas only under expert parallelism. Without it,
     copies of one expert would learn from different tokens.
     """
-    if "--num-experts" not in given:
+    if "--num-experts" not in user_flags:
         return
     # The defaults are Megatron's.
-    tensor = whole_number(given.get("--tensor-model-parallel-size")) or 1
-    expert = whole_number(given.get("--expert-model-parallel-size")) or 1
-    expert_tensor = whole_number(given.get("--expert-tensor-parallel-size")) or tensor
+    tensor = whole_number(user_flags.get("--tensor-model-parallel-size")) or 1
+    expert = whole_number(user_flags.get("--expert-model-parallel-size")) or 1
+    expert_tensor = whole_number(user_flags.get("--expert-tensor-parallel-size")) or tensor
     if expert == 1 and expert_tensor != tensor:
         raise ConfigError(
             f"--expert-tensor-parallel-size {expert_tensor} with --tensor-model-parallel-size {tensor} needs "
@@ -102,33 +102,33 @@ def _refuse_expert_copies(given: Flags) -> None:
         )
 
 
-def attention_ranks(given: Flags) -> str:
+def attention_ranks(user_flags: Flags) -> str:
     """Return the flag by which an engine's ranks attend to requests of their own; "" if there is none."""
     for flag in ("--sglang-enable-dp-attention", "--sglang-attn-dp-size"):
-        if flag in given and given[flag] != "1":
+        if flag in user_flags and user_flags[flag] != "1":
             return flag
     return ""
 
 
-def why_not_keyed(given: Flags) -> str:
+def why_not_keyed(user_flags: Flags) -> str:
     """Return why the engines of this command cannot sample by a seed for each sample; "" if they can."""
-    flag = attention_ranks(given)
+    flag = attention_ranks(user_flags)
     if flag:
         return f"position_keyed was never run with {flag}"
     # Other samplers end an engine at a seed beside top-p or top-k.
-    sampler = given.get(SAMPLER, "pytorch")
+    sampler = user_flags.get(SAMPLER, "pytorch")
     if sampler != "pytorch":
         return f"{SAMPLER} {sampler} samples without seeds; position_keyed expects pytorch"
     return ""
 
 
-def refuse_unfit_eagle3(given: Flags, drafter_path: str) -> dict[str, str]:
+def refuse_unfit_eagle3(user_flags: Flags, drafter_path: str) -> dict[str, str]:
     """Raise ConfigError if the EAGLE-3 drafter does not fit the policy of --hf-checkpoint.
 
     Returns the environment variables that its engines need. Where this machine does not have the policy, nothing is
     checked and {} is returned: the train ranks check it again (`eagle3.SlimeEagle3`).
     """
-    policy = given.get("--hf-checkpoint") or ""
+    policy = user_flags.get("--hf-checkpoint") or ""
     if not Path(policy, "config.json").is_file():
         return {}
     try:

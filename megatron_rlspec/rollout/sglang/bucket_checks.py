@@ -66,9 +66,9 @@ class Entry(NamedTuple):
     end: int
 
 
-def check_described(asked: TensorsBody, served: ServedTensors, scope: Scope) -> None:
+def check_described(body: TensorsBody, served: ServedTensors, scope: Scope) -> None:
     """Raise Refusal unless the engine holds every tensor that a request without a safetensors header describes."""
-    for name, shape in zip(asked.names, asked.shapes, strict=True):
+    for name, shape in zip(body.names, body.shapes, strict=True):
         served.check(name, shape, scope)
 
 

@@ -65,9 +65,9 @@ def require_key(app: FastAPI, key: str) -> Callable[[], None]:
 
 def _has_key(scope: MutableMapping[str, Any], expected: bytes) -> bool:
     """Return whether the request has exactly one header `Authorization: Bearer KEY` with the `expected` key."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) != 1:
+    headers = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(headers) != 1:
         return False
-    kind, _, token = given[0].partition(b" ")
+    kind, _, token = headers[0].partition(b" ")
     # In constant time, and on bytes: `compare_digest` raises TypeError for text that is not ASCII.
     return kind.lower() == b"bearer" and secrets.compare_digest(token.strip(), expected)

@@ -446,18 +446,18 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
     return str(path)
 
 
-def _device(asked: str) -> str:
+def _device(wanted: str) -> str:
     """Return "cpu" or "cuda" for --device. Raises ConfigError if the machine's GPUs cannot be used as asked."""
     import torch
 
     available = torch.cuda.is_available()
-    if asked == "cuda" and not available:
+    if wanted == "cuda" and not available:
         raise ConfigError("--device cuda, but torch finds no CUDA device here; use --device cpu")
-    if asked == "auto" and not available and torch.cuda.device_count():
+    if wanted == "auto" and not available and torch.cuda.device_count():
         why = "`rlspec doctor --gpu` says why; --device cpu serves on the CPU"
         raise ConfigError(f"torch {torch.__version__} cannot use the GPUs of this machine; {why}")
-    if asked != "auto":
-        return asked
+    if wanted != "auto":
+        return wanted
     return "cuda" if available else "cpu"
 
 
