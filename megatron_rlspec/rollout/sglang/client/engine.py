@@ -313,6 +313,7 @@ def _with_progress(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[
     for field in ("output_ids", "logprobs", "drafted"):
         sample[field] += new[field]
     sample["accepted"] = [line["rounds"]]  # so far; `_sample` needs only the sum of this histogram
+    # The server sends progress only while the weights are those with which the sample began.
     sample["weight_versions"] = [
         {"version": line["version"], "start": 0, "end": len(sample["output_ids"])}
     ]

@@ -69,6 +69,7 @@ class EngineProcess:
 
     @property
     def ended(self) -> bool:
+        """Return whether the server's process has ended."""
         return self.process.poll() is not None
 
     def ends_within(self, seconds: float) -> bool:
