@@ -41,7 +41,7 @@ def shell_commands(
 ) -> str:
     """Return shell commands: one writes the step counts for which graphs are captured, one starts the server.
 
-    arguments  SGLang's options, each one word `--name=value`
+    arguments  SGLang's options: ours as words `--name=value`, and the user's own words behind them
     slots      content of --speculative-adaptive-config; empty without drafts
     has_key    the server takes its key from the variable RLSPEC_API_KEY, so that the key is not printed
     """

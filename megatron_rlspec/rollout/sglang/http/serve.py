@@ -410,7 +410,7 @@ def _hf_config(model: str) -> dict[str, Any]:
 def tensor_parallel(rest: Sequence[str]) -> str:
     """Return the tensor-parallel size among SGLang's own options, as it is written there; "1" without one.
 
-    `rlspec answer` reads it from its command line, too (`commands/answer.py`).
+    `commands/answer.py` also calls this, with the words of `rollout.engine_options`.
     """
     # `--tp 2` and `--tp=2` become the same two words.
     words = [word for text in rest for word in text.split("=", 1)]
