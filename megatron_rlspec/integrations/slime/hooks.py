@@ -170,7 +170,7 @@ def _save(saved: Any, iteration: int, model: Sequence[Any], *_: Any, **__: Any) 
 
 
 def _layout(args: Namespace) -> dict[str, Any]:
-    """Return the settings in which a resumed run must equal the saved one.
+    """Return the settings in which a resumed run must equal the saved one; `train.checkpoint` compares them.
 
     The drafter is on the last pipeline stage, split over tensor-parallel ranks, its experts over expert-parallel ranks.
     """
@@ -215,17 +215,17 @@ def _around_step(train_one_step: Callable) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if _drafter is None or not _drafter.ready:  # a critic's drafter is never ready (`_thaw`)
             return train_one_step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        iterator = given["data_iterator"][0]
+        step = signature.bind(*args, **kwargs).arguments
+        iterator = step["data_iterator"][0]  # one: virtual pipeline stages are refused
         # The samples of the whole step: the drafter's denominators must be known before its first backward.
         samples: list[int] = []
-        for indices in iterator.micro_batch_indices[iterator.offset :][: given["num_microbatches"]]:
+        for indices in iterator.micro_batch_indices[iterator.offset :][: step["num_microbatches"]]:
             samples += indices
         depth = _drafter.settings.depth
         _drafter.begin_step(trained_tokens(iterator.rollout_data, samples, depth))
         losses, grad_norm = train_one_step(*args, **kwargs)
         metrics = _drafter.end_step()
-        _write_prediction(given)
+        _write_prediction(step)
         return {**losses, **metrics}, grad_norm
 
     return wrapped
