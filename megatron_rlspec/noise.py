@@ -3,7 +3,12 @@
 The hash is 32-bit MurmurHash3 over four words: the seed's low and high word, the position of the predicting token, and
 the token's id. The noise is -log(-log(hash / (2³² - 1))) in float64. Both are those of SGLang's
 `multinomial_with_seed`. The verifier samples the target's token with this noise. A drafter that takes the same noise
-proposes the same token more often than its likeliest one is sampled (`docs/losslessness.md`, Coupled drafts).
+proposes the sampled token more often than a drafter that proposes its likeliest token (`docs/losslessness.md`, Coupled
+drafts).
+
+The noise is a contract: the same seed, position and token must give the same bits in SGLang's sampler, here, and in
+`kernels/keyed_noise.py` (the same in Triton). If one of them changes alone, texts depend on the engine and the kernel.
+`rollout/sglang/cpu/operators.py` gives SGLang this hash on a CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ _CHUNK_ON_DEVICE = 1 << 24  # 128 MiB of float64
 
 
 def _i32(x: int) -> int:
+    """Return the int32 with the bits of an unsigned 32-bit constant. torch has few operations on uint32."""
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
@@ -29,20 +35,26 @@ def _rotate(x: Tensor, by: int) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    # int32 shifts repeat the sign bit: mask it off
+    # a right shift of int32 repeats the sign bit in the high bits: clear them, as a shift of uint32 would
     return (x >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
+# All constants and rotations below are those of MurmurHash3 (x86, 32 bit), with hash seed 0.
+
+
 def _scramble(k: Tensor) -> Tensor:
+    """Return a word of the key as it enters the hash; works on a copy."""
     return _rotate(k * _i32(0xCC9E2D51), 15).mul_(0x1B873593)
 
 
 def _absorb(h: Tensor, scrambled: Tensor) -> Tensor:
+    """Return the state of the hash after one more word."""
     return _rotate(h ^ scrambled, 13).mul_(5).add_(_i32(0xE6546B64))
 
 
-@cache  # without bounds, since CUDA graphs read these tensors by their addresses
+@cache  # nothing is ever evicted: a captured CUDA graph reads these tensors at their addresses
 def _columns(width: int, device: torch.device) -> Tensor:
+    """Return the scrambled token ids 0 to `width` - 1, `[width]` int32. Callers must not write to it."""
     return _scramble(torch.arange(width, dtype=torch.int32, device=device))
 
 
@@ -51,7 +63,8 @@ def murmur3(seeds: Tensor, positions: Tensor, tokens: int | Tensor) -> Tensor:
 
     tokens  the ids of the columns, [V] or [N, V]; or V, if column i is token i
     """
-    words = torch.stack([seeds, seeds >> 32, positions]).to(torch.int32)  # the low 32 bits
+    # the key's first three words, [3, N]: the conversion keeps the low 32 bits of each
+    words = torch.stack([seeds, seeds >> 32, positions]).to(torch.int32)
     h = torch.zeros_like(words[0])
     for scrambled in _scramble(words):
         h = _absorb(h, scrambled)
@@ -59,24 +72,25 @@ def murmur3(seeds: Tensor, positions: Tensor, tokens: int | Tensor) -> Tensor:
         columns = _columns(tokens, seeds.device)
     else:
         columns = _scramble(tokens.to(torch.int32))
-    h = _absorb(h[:, None], columns).bitwise_xor_(16)
+    h = _absorb(h[:, None], columns).bitwise_xor_(16)  # the key's length: four words of 4 bytes
     h.bitwise_xor_(_shift(h, 16)).mul_(_i32(0x85EBCA6B))
     h.bitwise_xor_(_shift(h, 13)).mul_(_i32(0xC2B2AE35))
     return h.bitwise_xor_(_shift(h, 16))
 
 
 def uniform(seeds: Tensor, keys: Tensor, width: int) -> Tensor:
-    """Return float64 [N, width] in [0, 1]: the hash over 2³² - 1."""
+    """Return float64 [N, width] in [0, 1]: the hash over 2³² - 1, at tokens 0 to `width` - 1."""
     return _uniform(murmur3(seeds, keys, width))
 
 
 def _uniform(hashes: Tensor) -> Tensor:
     x = hashes.to(torch.float64)
+    # a negative int32 stands for the unsigned number that is 2³² larger
     return x.add_((hashes < 0).to(torch.float64), alpha=float(1 << 32)).div_(float((1 << 32) - 1))
 
 
 def _noisy(logprobs: Tensor, hashes: Tensor) -> Tensor:
-    """Return log p + Gumbel noise, in float64."""
+    """Return log p + Gumbel noise, in float64 as SGLang computes it: in float32 other tokens would win at times."""
     x = _uniform(hashes)
     # At x = 1 the noise would be infinite; the clamp gives x = 1 the noise of the value below it. At x = 0 the
     # noise is a very low finite number, so a column of probability 0 never beats one of positive probability.
@@ -90,7 +104,7 @@ def noisy(
     keys: Tensor,
     vocabulary: Tensor | None = None,
 ) -> Tensor:
-    """Return log p + Gumbel noise, float64 [N, V]; arguments as for `draw`."""
+    """Return log p + Gumbel noise, float64 [N, V]; arguments as for `draw`, and `vocabulary` may be [N, V], too."""
     tokens = logprobs.shape[1] if vocabulary is None else vocabulary
     return _noisy(logprobs, murmur3(seeds, keys, tokens))
 
@@ -117,7 +131,10 @@ def draw_each(
     factors: Sequence[float],
     vocabulary: Tensor | None = None,
 ) -> Tensor:
-    """Sample columns [N, F] of `factor * logprobs` for each of F factors, with the same noise; see `draw`."""
+    """Sample columns [N, F] of `factor * logprobs` for each of F factors, with the same noise; see `draw`.
+
+    The rows are drawn in parts, which bounds the memory for hashes and noise; `vocabulary` is the same for all rows.
+    """
     on_cpu = logprobs.device.type == "cpu"
     likeliest = _likeliest if on_cpu else _likeliest_without_waiting
     rows = max(1, (_CHUNK if on_cpu else _CHUNK_ON_DEVICE) // logprobs.shape[1])
@@ -133,29 +150,41 @@ def draw_each(
 
 
 def _likeliest_without_waiting(logprobs: Tensor, hashes: Tensor) -> Tensor:
-    """Return the same columns as `_likeliest`, by the noise of all of them: the host does not wait for a device."""
+    """Return the same columns as `_likeliest`, from the noise of all columns.
+
+    It makes no tensor whose size depends on values, as `nonzero` does. So the host does not wait for the device, and a
+    CUDA graph can capture it.
+    """
     return _noisy(logprobs, hashes).argmax(1)
 
 
 def _likeliest(logprobs: Tensor, hashes: Tensor) -> Tensor:
     """Return the column [N] of the largest log p + noise of each row.
 
-    The noise is computed for few columns. For x in [0, 1], exp(-(log p + noise)) = -log(x) / p, which is at least
-    (1 - x) / p. So a column whose (1 - x) / p exceeds the left side of another column cannot win.
+    The two logarithms of the noise are slow on a CPU, so they are computed for few columns. The largest log p + noise
+    is the smallest cost exp(-(log p + noise)) = -log(x) / p, for x in [0, 1]. A cost is at least (1 - x) / p, which is
+    cheap. So a column whose (1 - x) / p exceeds the cost of another column cannot win.
     """
-    # (1 - x) / p · 2³²
-    least = (~hashes).view(torch.uint32).to(torch.float32).div_(logprobs.exp().clamp_(min=1e-38))
-    first = least.argmin(1, keepdim=True)
-    bound = _noisy(logprobs.gather(1, first), hashes.gather(1, first)).neg_().exp_()
-    row, column = (least <= bound.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(
+    # (1 - x) / p, times 2³² - 1: the inverted bits are 2³² - 1 - hash. The clamp keeps 0 / 0 out.
+    least_cost = (~hashes).view(torch.uint32).to(torch.float32)
+    least_cost.div_(logprobs.exp().clamp_(min=1e-38))
+    guess = least_cost.argmin(1, keepdim=True)
+    cost = _noisy(logprobs.gather(1, guess), hashes.gather(1, guess)).neg_().exp_()
+    # 1e-4 more than the cost of the guess: `least_cost` is rounded to float32
+    row, column = (least_cost <= cost.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(
         as_tuple=True
     )
     score = _noisy(logprobs[row, column], hashes[row, column])
     best = score.new_full((len(logprobs),), float("-inf")).scatter_reduce_(0, row, score, "amax")
     won = score == best[row]
-    return first[:, 0].scatter_reduce(0, row[won], column[won], "amin", include_self=False)
+    # of equal scores the lowest column, as argmax takes it
+    return guess[:, 0].scatter_reduce(0, row[won], column[won], "amin", include_self=False)
 
 
 def seed_of(*parts: int) -> int:
-    """Return a sampling seed below 2³¹, made from non-negative integers."""
+    """Return a sampling seed below 2³¹, made from non-negative integers.
+
+    Interrupted runs and `rlspec answer` compute the seeds again when they go on, so the same parts must always give the
+    same seed.
+    """
     return int(np.random.SeedSequence(parts).generate_state(1)[0]) & 0x7FFF_FFFF

@@ -1,4 +1,4 @@
-"""Texts that others wrote, in one line that a terminal may print; their tokens, and where stop strings end one.
+"""Texts of users, models and libraries: printed safely in one line, tokenised, and ended by stop strings.
 
 Standard library only.
 """
@@ -19,7 +19,11 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any, by: Callable[[Any], str] = repr) -> str:
-    """Return a value of the user's in one line of at most 200 characters. Its own methods may fail."""
+    """Return a value of the user's in one line: its first 200 characters, with escapes as in `printable`.
+
+    by  makes the text: `repr` or `str`. It runs methods of the user's class, which may raise anything, SystemExit
+        included; the line then says so
+    """
     try:
         text = by(value)
         return printable(" ".join(text.split())[:200])
@@ -40,20 +44,23 @@ def first_line(error: BaseException) -> str:
 def following(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of texts that follow another text. Special tokens in them are recognised, and none is added.
 
-    SentencePiece puts a space before the first word of a text: before that of a prompt, but of nothing behind it.
+    Some tokenizers (SentencePiece) put a space before the first word of everything they are given. That is right for a
+    prompt, and wrong for a text that follows one. With such a tokenizer each text is tokenised behind a line end, and
+    the line end's tokens are cut off.
     """
 
     def ids(batch: Sequence[str]) -> list[list[int]]:
-        found: list[list[int]] = tokenizer(list(batch), add_special_tokens=False)["input_ids"]
-        return found
+        token_ids: list[list[int]] = tokenizer(list(batch), add_special_tokens=False)["input_ids"]
+        return token_ids
 
     alone = ids(texts)
-    before, letter, both = ids(["\n", "a", "\na"])
-    if both == before + letter:
-        return alone
+    line_end, letter, both = ids(["\n", "a", "\na"])
+    if both == line_end + letter:
+        return alone  # this tokenizer adds no space
     behind = ids([f"\n{text}" for text in texts])
+    # Where the line end and the text's first characters became one token, it cannot be cut off.
     return [
-        tokens[len(before) :] if tokens[: len(before)] == before else alone[i]
+        tokens[len(line_end) :] if tokens[: len(line_end)] == line_end else alone[i]
         for i, tokens in enumerate(behind)
     ]
 
@@ -61,28 +68,31 @@ def following(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 class StopStrings:
     """Finds where a stop string ends a response: at the first token after which its text contains one of the strings.
 
-    What is decided at a token depends on the last tokens up to it and on no later one, so a round that accepts many
-    tokens ends where plain decoding ends.
+    Whether a response ends at a token follows from the last `window` tokens up to it, and from no later token. So a
+    round that accepts many tokens ends the response where plain decoding ends it. Both engines use this class, and must
+    (`rollout/embedded/scheduler.py`, `rollout/sglang/scheduler/stop_strings.py`).
 
-    decode  returns the text of token ids, with special tokens
-    window  how many tokens decide, the last of them included
+    strings  at least one, none of them empty
+    decode   returns the text of token ids, with special tokens
+    window   number of tokens that are decoded and searched
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self._strings = tuple(strings)
         self._decode = decode
-        # Every token has at least one byte of text. One more: some tokenizers drop the space before a text.
+        # A stop string of n bytes lies in at most n tokens, because every token has at least one byte of text. One token
+        # more stands before them: some tokenizers drop the space that begins a text.
         self.window = 1 + max(len(string.encode()) for string in strings)
 
     def end(self, tokens: Sequence[int], first: int) -> tuple[int, str] | None:
-        """Return how many of `tokens` there are up to the end, and the string; None if the response goes on.
+        """Return the number of `tokens` up to the response's end, and the stop string; None if the response goes on.
 
-        tokens  the response, or the last of it: `window` tokens less one before `first`
-        first   index of the first token that is not known to be before the end
+        tokens  the response, or its last tokens: at least `window` - 1 of them before index `first`
+        first   index of the first token that was not checked yet
         """
         for count in range(first + 1, len(tokens) + 1):
             text = self._decode(list(tokens[max(0, count - self.window) : count]))
-            found = [string for string in self._strings if string in text]
-            if found:
-                return count, min(found, key=text.index)
+            contained = [string for string in self._strings if string in text]
+            if contained:
+                return count, min(contained, key=text.index)  # the one that begins first
         return None
