@@ -128,13 +128,16 @@ class Turns(Protocol):
 
 
 class FunctionError(ConfigError):
-    """A function of the user's own failed, or returned something else. Other ranks may not meet it, so all print it."""
+    """A function of the user's own failed, or returned something that it must not.
+
+    It can fail on one rank alone, for example for one sample. So `cli.run` prints it on every rank, not on rank 0 only.
+    """
 
     every_rank = True
 
 
 def is_function(text: str) -> bool:
-    """Whether an option's value names a function instead of something built in."""
+    """Return whether an option's value names a function instead of something built in."""
     return ":" in text
 
 
@@ -142,7 +145,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
     """Import `module:function` or `FILE.py:function`. Raises ConfigError, one line that names `option`.
 
     The function that is returned raises FunctionError, with file and line, for whatever the user's code raises, the
-    SystemExit of `sys.exit` included.
+    SystemExit of `sys.exit` included. `named` reads its attribute `named`.
     """
     try:
         function_of_user = imported(name)
@@ -155,18 +158,18 @@ def load(option: str, name: str) -> Callable[..., Any]:
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
     @functools.wraps(function_of_user)
-    def told(rows: Any, /) -> Any:
+    def guarded(argument: Any, /) -> Any:
         try:
-            return function_of_user(rows)
+            return function_of_user(argument)
         except OURS:
             raise
         except BaseException as error:  # whatever the function's own code raises
-            last = traceback.extract_tb(error.__traceback__)[-1]
+            last = traceback.extract_tb(error.__traceback__)[-1]  # the line that raised it
             where = f"{last.filename}:{last.lineno}, in {last.name}"
             raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
 
-    told.named = f"{option}={name}{place}"  # type: ignore[attr-defined]
-    return told
+    guarded.named = f"{option}={name}{place}"  # type: ignore[attr-defined]
+    return guarded
 
 
 def _check_signature(option: str, function: Any) -> None:
@@ -180,7 +183,10 @@ def _check_signature(option: str, function: Any) -> None:
 
 
 def named(option: str, own: Callable[..., Any]) -> str:
-    """Return the option, and what it names with file and line if `load` made `own`: the begin of an error's line."""
+    """Return how the message of an error begins: `OPTION=NAME (FILE:LINE)` for a function that `load` returned.
+
+    Tests and Python callers pass plain functions. For these it is `option`.
+    """
     return str(getattr(own, "named", option))
 
 
@@ -188,15 +194,18 @@ MOST = 2.0**127  # the largest advantage: tensors of float32 hold it
 
 
 class Unwound(BaseException):
-    """Ends a function of the user's from inside a call that it made. No Exception, so its handlers do not catch it."""
+    """Ends a function of the user's from inside a call that it made (`rollout/conversation.py`).
+
+    It is no Exception, so that `except Exception` in the user's code does not catch it.
+    """
 
 
-# what passes through the user's code and is not of it; signals raise Interrupted
+# Errors that this package raises through the user's code: no mistakes of that code. Signals raise Interrupted.
 OURS = (Unwound, Interrupted)
 
 
 def described(error: BaseException) -> str:
-    """Return kind and text of an error of the user's code in one line. Its own methods may fail, too."""
+    """Return type and text of an error of the user's code in one line. The error's own methods may fail, too."""
     if isinstance(error, SystemExit):
         return (
             f"it would end the process with exit code {shown(error.args[0] if error.args else 0)}"
@@ -205,9 +214,12 @@ def described(error: BaseException) -> str:
 
 
 def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the result of a loss, 0 where `mask` is false. Raises FunctionError unless it is a tensor `[rows]`.
+    """Return the result of the user's loss, with 0 where `mask` is False. Raises FunctionError if it does not fit.
 
-    It must be of floating point, of the shape and device of `like`, and differentiable and finite where `like` is.
+    option  begins the message of the error
+    like    log-probabilities that the function was given, `[rows]`. The result must have their shape and device, be of
+            floating point, and be differentiable and finite if they are
+    mask    `[rows]` bool; None: every row counts
     """
     import torch
 
@@ -228,8 +240,10 @@ def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) 
             f"{option}: the function returned a tensor without gradient; expected one that is differentiable in the "
             "log-probabilities that it was given"
         )
+    # before the check for finite numbers: a loss may return anything where nothing is trained
     if mask is not None:
         result = result.masked_fill(~mask, 0)
+    # If the model's own log-probabilities are not finite, the step is skipped and counted elsewhere: no error here.
     if not bool(result.detach().isfinite().all()) and bool(like.detach().isfinite().all()):
         bad = int(result.detach().isfinite().logical_not().nonzero()[0])
         raise FunctionError(
@@ -239,14 +253,14 @@ def checked(option: str, result: Any, like: Tensor, mask: Tensor | None = None) 
 
 
 def numbers(option: str, result: Any, count: int) -> np.ndarray:
-    """Return `count` finite numbers as float64. Raises FunctionError if `result` is something else."""
+    """Return `result` as float64 `[count]`. Raises FunctionError unless it is `count` numbers of at most `MOST`."""
     import numpy as np
 
     try:
         values = np.asarray(result, np.float64)
     except Exception:  # a tensor with a gradient, or no numbers
         values = np.zeros(())
-    if values.shape != (count,) or not (np.abs(values) <= MOST).all():  # nor is NaN
+    if values.shape != (count,) or not (np.abs(values) <= MOST).all():  # NaN fails the comparison, too
         raise FunctionError(
             f"{option}: the function returned {shown(result)}; expected {count} finite numbers"
         )

@@ -13,22 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-# bytes of a text file that is read whole; durations of 100,000 rounds have 5e6
+# The largest file that is read whole by default, in bytes: far more than any JSON file of this package has.
 READ_MOST = 1 << 28
+# what `flock` raises on a file system without locks, such as some network mounts
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FileError(ValueError):
     """A file that cannot be read or written. One line: which file, what is wrong, what was expected."""
 
-    exit_code = 2
+    exit_code = 2  # of the process (`cli.exit_code`): a mistake of the user
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
 def read_bytes(path: str | Path, most: int = READ_MOST) -> bytes:
-    """Read a regular file of at most `most` bytes. Raises FileError."""
+    """Read a file of at most `most` bytes; a larger one is refused before anything is read. Raises FileError."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -40,7 +41,7 @@ def read_bytes(path: str | Path, most: int = READ_MOST) -> bytes:
 
 
 def read_text(path: str | Path, most: int = READ_MOST) -> str:
-    """Read a regular UTF-8 file; a byte order mark is dropped. Raises FileError."""
+    """Read a UTF-8 file of at most `most` bytes; a byte order mark is dropped. Raises FileError."""
     content = read_bytes(path, most)
     try:
         return content.decode("utf-8-sig")
@@ -96,15 +97,18 @@ def write(path: str | Path, content: str | bytes) -> None:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to. At the end it takes the name `path`; after an error it is removed.
 
-    For libraries that write by themselves. Raises OSError, which names `path`.
+    For libraries that write by themselves. Raises OSError, which names `path`. A killed process leaves the partial
+    file: `records/recorder.py` and `run/trajectory.py` remove files named `.*.partial` when a run goes on.
     """
     path = Path(path)
     with _naming(path):
         real = path.resolve()  # replaces the file that a symbolic link names, not the link
+        # In the same directory, because a rename is atomic within one file system only. File systems take names of
+        # up to 255 bytes.
         partial = real.with_name(f".{real.name[-200:]}.{os.getpid()}.partial")
         try:
             yield partial
-            sync(partial)
+            sync(partial)  # before the rename: else a crash of the machine can leave an empty file of the final name
             os.replace(partial, real)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -139,7 +143,7 @@ def locked(path: str | Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """Return the descriptor of a locked file."""
+    """Lock a file and return its descriptor, open. The lock lasts until the descriptor is closed."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -155,7 +159,8 @@ def _locked(path: Path) -> int:
             line = f"{path}: this file system has no locks ({reason(error)}); let one process at a time use it"
             tell(line, sys.stderr)
             return handle
-        # The last owner may have removed the file between the two calls. Then the lock is that of no name.
+        # The last owner may have removed the file between `open` and `flock` (`config/run_dir.py` removes its lock file).
+        # Then this lock is on a file without a name, and the next process would lock a new file of that name. Try again.
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
             return handle
         os.close(handle)
@@ -176,6 +181,7 @@ def tell(line: str, stream: TextIO | None) -> None:
         print(line, file=stream, flush=True)
     except OSError:
         assert stream is not None
+        # the stream's descriptor becomes that of /dev/null: later prints, and Python's flush at its end, do not fail
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
 
@@ -186,30 +192,30 @@ def tell(line: str, stream: TextIO | None) -> None:
 def check_output(path: str | Path, inputs: Mapping[str, str | Path | None] | None = None) -> None:
     """Raise FileError if a file that a command line named cannot be written. Call it before the work begins.
 
-    inputs  what a message calls it -> file or directory that the command reads; the output must not replace one
+    inputs  name in the message -> file or directory that the command reads; the output must not replace one of them
     """
     path = Path(path)
     if path.is_dir():
         raise FileError(f"{path}: cannot be written: it is a directory; expected a file name")
     if path.exists() and not path.is_file():
-        return
+        return  # a device or a pipe, such as /dev/stdout
     parent = path.resolve().parent
     if not parent.is_dir():
         raise FileError(f"{shown(path)}: cannot be written: there is no directory {parent}")
-    if refused := _refuses(parent):
-        raise FileError(f"{path}: cannot be written: {parent}: {refused}")
+    if problem := _write_problem(parent):
+        raise FileError(f"{path}: cannot be written: {parent}: {problem}")
     for what, read in (inputs or {}).items():
-        if read and _same(path, Path(read)):
+        if read and _replaces(path, Path(read)):
             raise FileError(f"{shown(path)}: this file is read: {what}; name another file")
 
 
-def _same(path: Path, other: Path) -> bool:
-    """Return whether `path` is the file `other`, or exists and lies below the directory `other`."""
-    if other.is_dir():
-        return path.exists() and path.resolve().is_relative_to(other.resolve())
-    if path.exists() and other.exists():
-        return path.samefile(other)
-    return path.resolve() == other.resolve()
+def _replaces(path: Path, read: Path) -> bool:
+    """Return whether `path` is the file `read`, or is a file that exists in the directory `read`."""
+    if read.is_dir():
+        return path.exists() and path.resolve().is_relative_to(read.resolve())
+    if path.exists() and read.exists():
+        return path.samefile(read)  # also by hard links
+    return path.resolve() == read.resolve()
 
 
 def check_new_directory(path: str | Path) -> None:
@@ -219,7 +225,7 @@ def check_new_directory(path: str | Path) -> None:
         problem = "exists already; expected the name of a new directory"
     elif not path.parent.is_dir():
         problem = f"cannot be made: there is no directory {path.parent}"
-    elif refused := _refuses(path.parent):
+    elif refused := _write_problem(path.parent):
         problem = f"cannot be made: {path.parent}: {refused}"
     else:
         return
@@ -235,8 +241,8 @@ def write_output(path: str | Path, content: str | bytes) -> None:
         raise FileError(f"{path}: cannot be written: {reason(error)}") from None
 
 
-def _refuses(directory: Path) -> str:
-    """Return why no file can be made in a directory, found by making one without a name; "" if one can."""
+def _write_problem(directory: Path) -> str:
+    """Return why no file can be made in a directory; "" if one can. Permissions do not tell, so a file is tried."""
     try:
         with tempfile.TemporaryFile(dir=directory):
             return ""
@@ -260,7 +266,7 @@ def shown(path: str | Path) -> str:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Make an OSError name `path`. It may name a temporary file, or no file."""
+    """Raise an OSError of the block again, with `path` as its file name: it may name a temporary file, or none."""
     try:
         yield
     except OSError as error:

@@ -80,7 +80,7 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self._strings = tuple(strings)
         self._decode = decode
-        # A stop string of n bytes lies in at most n tokens, because every token has at least one byte of text. One token
+        # A stop string of n bytes lies in at most n tokens: every token has at least one byte of text. One token
         # more stands before them: some tokenizers drop the space that begins a text.
         self.window = 1 + max(len(string.encode()) for string in strings)
 

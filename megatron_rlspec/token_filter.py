@@ -39,11 +39,7 @@ def filtered(
     cut = min(CUT, probs.shape[-1])
     result, exact = _filter_by_largest(probs, cut, top_ks, top_ps, min_ps)
     # The last condition comes last: it waits for the device.
-    if (
-        cut == probs.shape[-1]
-        or (max_top_k is not None and max_top_k < cut)
-        or bool(exact.all())
-    ):
+    if cut == probs.shape[-1] or (max_top_k is not None and max_top_k < cut) or bool(exact.all()):
         return result
     for rows in exact.logical_not().nonzero().view(-1).split(WHOLE_ROWS):
         limits = (top_ks[rows], top_ps[rows], None if min_ps is None else min_ps[rows])
