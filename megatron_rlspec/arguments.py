@@ -8,18 +8,22 @@ import difflib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
-WIDTH = 80  # columns of the first help text
-FIRST_TEXT = 60  # characters of an option's text in it, if a sentence or clause ends before
-SHORT = {"INTEGER": "N", "NUMBER": "X"}  # metavars in it
-HELP = {"-h", "--help", "--help-all"}
+# Of the short help text, which `--help` prints:
+WIDTH = 80  # columns
+FIRST_TEXT = 60  # most characters of an option's text beyond its first clause
+SHORT = {"INTEGER": "N", "NUMBER": "X"}  # metavars, and what stands for them
+HELP = {"-h", "--help", "--help-all"}  # options that no help text lists
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with two help texts, one line for a mistake, and no abbreviations.
+    """An ArgumentParser with two help texts, one line for a mistake, and no abbreviations of options.
+
+    Texts of options (`help`) have clauses with "; " between them: the short help text shows the first ones.
 
     example   command lines that `--help` shows
     first     options that `--help` shows beside positional arguments and required options; empty: all.
               `--help-all` shows every option, and the epilog
+    settings  of ArgumentParser
     """
 
     def __init__(
@@ -35,7 +39,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings, "add_help": False})
         self.example = example
         self.first = first
+        # of `needs` and `excludes`: (refused if the option is given?, that option, the options that are refused)
         self._rules: list[tuple[bool, str, str]] = []
+        # argparse's own --help is not added: it prints every option
         if add_help:
             self.add_argument(
                 "-h", "--help", action=_FirstHelp, nargs=0, help="the options that most people need"
@@ -63,26 +69,28 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse options without effect. An option counts as given if it differs from its default."""
-        found, rest = super().parse_known_args(args, namespace)
-        for refuses, other, options in self._rules:
-            if self._given(other, found) != refuses:
+        parsed, rest = super().parse_known_args(args, namespace)
+        for refused_with, other, options in self._rules:
+            if self._given(other, parsed) != refused_with:
                 continue
             for name in options.split():
-                if self._given(name, found):
-                    self.error(f"{name} has no effect {'with' if refuses else 'without'} {other}")
-        return found, rest
+                if self._given(name, parsed):
+                    self.error(f"{name} has no effect {'with' if refused_with else 'without'} {other}")
+        return parsed, rest
 
-    def _given(self, name: str, found: argparse.Namespace) -> bool:
+    def _given(self, name: str, parsed: argparse.Namespace) -> bool:
+        """Return whether an option of this parser, such as "--to", has another value than its default."""
         action = next(a for a in self._actions if name in (*a.option_strings, a.dest))
-        return bool(getattr(found, action.dest) != action.default)
+        return bool(getattr(parsed, action.dest) != action.default)
 
     def first_help(self) -> str:
-        """Return the help text with the options of `first` and the example, `WIDTH` columns wide."""
+        """Return the short help text: the options of `first` and the example, `WIDTH` columns wide."""
         options = [
             a
             for a in self._actions
             if a.help != argparse.SUPPRESS and not {*a.option_strings} & HELP
         ]
+        # copies, because their texts are shortened below and --help-all prints them whole
         shown = [
             copy.copy(action) for action in options if not self.first or self._is_first(action)
         ]
@@ -122,21 +130,26 @@ class Parser(argparse.ArgumentParser):
         yield "[options]"
 
     def refuse_typos(self, rest: Sequence[str]) -> None:
-        """Refuse options of another program in `rest` that begin one of ours, or resemble one."""
-        own = [
+        """Refuse options in `rest` that resemble one of this parser, or are the beginning of one.
+
+        rest  words that go on to another program, such as SGLang's options of `rlspec serve`. It would take a mistyped
+              option of ours for a wrong one of its own, or as an abbreviation
+        """
+        ours = [
             option
             for action in self._actions
             for option in action.option_strings
             if option not in HELP
         ]
         for word in (text.partition("=")[0] for text in rest if text.startswith("--")):
-            near = [name for name in own if name.startswith(word)]
-            near = near or difflib.get_close_matches(word, own, n=1, cutoff=0.8)
+            near = [name for name in ours if name.startswith(word)]
+            near = near or difflib.get_close_matches(word, ours, n=1, cutoff=0.8)
             if near:
                 self.error(f"unknown option {word}; did you mean {near[0]}?")
 
     def error(self, message: str) -> NoReturn:
-        """Print `message` and exit with status 2."""
+        """Print `message` on one line, with a hint, and exit with status 2. argparse calls it for every mistake."""
+        # argparse wraps some messages; the two that get a hint are known by their English beginning
         message = " ".join(message.split())
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2].partition("=")[0]
@@ -154,17 +167,17 @@ class Parser(argparse.ArgumentParser):
 
 def _first_clause(text: str) -> str:
     """Return as many clauses of an option's help as fit into `FIRST_TEXT` characters, one at least, and its default."""
-    text, _, default = text.partition(" (default ")
-    kept = ""
+    text, _, default = text.partition(" (default ")  # as `add_argument` writes it
+    short = ""
     for clause in text.split("; "):
-        if kept and len(kept) + 2 + len(clause) > FIRST_TEXT:
+        if short and len(short) + 2 + len(clause) > FIRST_TEXT:
             break
-        kept = f"{kept}; {clause}" if kept else clause
-    return f"{kept} (default {default}" if default else kept
+        short = f"{short}; {clause}" if short else clause
+    return f"{short} (default {default}" if default else short
 
 
 class _FirstHelp(argparse.Action):
-    """Print the first help text, and exit."""
+    """Print the short help text, and exit. It stores nothing in the namespace."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS})
@@ -186,7 +199,7 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def distinct_integers(low: int, high: int) -> Callable[[str], list[int]]:
-    """Return a type for `add_argument`: integers with commas between them, in ascending order, repeated ones once."""
+    """Return a type for `add_argument`: integers with commas between them. The list is sorted and has none twice."""
     parse_one = integer(low, high)
     wanted = f"integers from {low} to {high}"
 
@@ -205,6 +218,8 @@ Value = TypeVar("Value", int, float)
 def _bounded(
     kind: Callable[[str], Value], low: float, high: float, wanted: str
 ) -> Callable[[str], Value]:
+    """Return a type for `add_argument`: a `kind` from `low` to `high`. `wanted` stands in the message of an error."""
+
     def parse(text: str) -> Value:
         try:
             value = kind(text)

@@ -19,7 +19,7 @@ from megatron_rlspec.commands import COMMANDS
 from megatron_rlspec.host import memory
 from megatron_rlspec.host.interruption import Interrupted
 
-# Packages that a bare `pip install` leaves out -> the extra that brings each.
+# Packages that a bare `pip install` leaves out -> the extra that brings each (`pyproject.toml`).
 EXTRAS = {
     "torch": "train",
     "megatron": "train",
@@ -29,7 +29,7 @@ EXTRAS = {
     "math_verify": "train",
     "sglang": "engine",
 }
-# Six warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
+# Begins warnings that Megatron prints at its import. They are dropped on a machine without a GPU, where the fallback is
 # intended. On a GPU they stay, because training is slow there without these packages.
 MEGATRON_FALLS_BACK = r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to "
 # megatron-core's warning about its own default of cuda_graph_scope
@@ -41,7 +41,7 @@ FOREIGN = {
 }
 # commands that compute with the model in their own process
 COMPUTING = ("train", "sft", "replay", "answer")
-GPU_DEVICE = "/dev/nvidiactl"
+GPU_DEVICE = "/dev/nvidiactl"  # a file of NVIDIA's driver: tells of a GPU without an import of torch
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[0] not in COMMANDS:
         names = ", ".join(COMMANDS)
         sys.exit(_complain(f"unknown command {argv[0]!r}; expected one of: {names}", 2))
+    # All of this before the command is imported: Megatron warns at its import, and OpenMP reads its variable once.
     if not os.path.exists(GPU_DEVICE):
         warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
         # OpenMP's idle threads would spin. Where others use the cores, too, a step takes 40 times as long.
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def drop_foreign_lines() -> None:
-    """Drop the texts of `FOREIGN`, which a user cannot act on."""
+    """Drop the log lines of `FOREIGN`, which a user cannot act on."""
     for name, text in FOREIGN.items():
         logging.getLogger(name).addFilter(functools.partial(_lacks, text))
 
@@ -92,21 +93,26 @@ def overview() -> str:
 
 
 def run(act: Callable[[], object]) -> int:
-    """Run a command and return its exit code. Prints one line for an error that has an `exit_code`; raises others."""
+    """Run a command and return its exit code: what `act` returns if that is an int, else 0.
+
+    Prints one line for an error of which `exit_code` knows the code. Raises other errors, for their traceback.
+    """
+    # The output is flushed inside the outer `try`: a pipe whose reader has ended shows only then.
     try:
         try:
-            ended = act()
+            result = act()
         except SystemExit:  # argparse ends so after a help text
             _flush()
             raise
         _flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        # Python flushes once more when it ends, and would print this error then
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1  # the program that read the output, such as `head`, has ended
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or importlib.util.find_spec(package):
-            raise  # not one of the packages that may be missing
+            raise  # no package of an extra, or installed without this module of it: a bug
         install = f"pip install 'megatron_rlspec[{EXTRAS[package]}]'"
         return _complain(f"this command needs {package}, which is not installed here: {install}", 2)
     except (KeyboardInterrupt, Interrupted) as error:
@@ -115,9 +121,10 @@ def run(act: Callable[[], object]) -> int:
         code = exit_code(error)
         if code is None:
             raise
+        # these errors can concern one rank alone; others happen on every rank alike
         every_rank = getattr(error, "every_rank", False) or _out_of_memory(error)
         return _complain(_message(error), code, every_rank)
-    return ended if isinstance(ended, int) else 0
+    return result if isinstance(result, int) else 0
 
 
 def _flush() -> None:
@@ -133,7 +140,8 @@ def exit_code(error: Exception) -> int | None:
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
-    # The disk is full or read-only, or a path is of no use: no bug of ours.
+    # The disk is full or read-only, or a path is of no use: no bug of ours. Libraries also raise OSErrors of their own,
+    # without a number.
     of_machine = isinstance(error, OSError) and error.errno is not None
     if of_machine or _lost_rank(error) or _out_of_memory(error) or _unloadable(error):
         return 1
@@ -142,6 +150,7 @@ def exit_code(error: Exception) -> int | None:
 
 def _lost_rank(error: Exception) -> bool:
     """Return whether a collective call failed because another rank ended. That rank, or torchrun, prints the reason."""
+    # by name, here and below: this module does not import torch
     of_nccl = any(kind.__name__ == "DistBackendError" for kind in type(error).__mro__)
     # gloo raises a plain RuntimeError that begins with the file of its own source
     return of_nccl or (isinstance(error, RuntimeError) and "gloo/" in str(error))
@@ -160,6 +169,7 @@ def _unloadable(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
+    """Return the line for an error that `exit_code` knows; with a hint where the error's own text has none."""
     if _out_of_memory(error):
         reason = next(iter(str(error).splitlines()), "")
         return f"out of memory: {reason}; `rlspec train --dry-run` counts what a rank holds"
@@ -167,7 +177,8 @@ def _message(error: Exception) -> str:
         return f"an installed package does not load: {error}; `rlspec doctor --gpu` compares what is installed"
     if isinstance(error, OSError) and error.strerror and error.errno != errno.EMFILE:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if os.strerror(errno.EMFILE) in str(error):  # also in errors of gloo
+    # by its text, because gloo raises it as a RuntimeError; before the general line for errors of gloo
+    if os.strerror(errno.EMFILE) in str(error):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"{os.strerror(errno.EMFILE)}: this process may have {limit} (`ulimit -n`); expected a higher limit"
     if _lost_rank(error):
@@ -176,9 +187,14 @@ def _message(error: Exception) -> str:
 
 
 def _complain(message: str, code: int, every_rank: bool = False) -> int:
-    """Print the message, on rank 0 alone unless it can concern one rank only. Returns `code`."""
+    """Print the message on one line. Returns `code`.
+
+    code        exit code, which is returned
+    every_rank  whether ranks other than 0 print it, too: it can concern one of them alone
+    """
     message = texts.printable(" ".join(message.split()))
     rank = os.environ.get("RANK", "0")
+    # RANK is set by torchrun; anything but a number is no rank of ours
     if rank == "0" or not rank.isdigit():
         files.tell(f"rlspec: {message}", sys.stderr)
     elif every_rank:

@@ -159,8 +159,8 @@ def _locked(path: Path) -> int:
             line = f"{path}: this file system has no locks ({reason(error)}); let one process at a time use it"
             tell(line, sys.stderr)
             return handle
-        # The last owner may have removed the file between `open` and `flock` (`config/run_dir.py` removes its lock file).
-        # Then this lock is on a file without a name, and the next process would lock a new file of that name. Try again.
+        # The last owner may have removed the file between `open` and `flock`, as `config/run_dir.py` does. Then this
+        # lock is on a file without a name, and the next process would lock a new file of that name. So try again.
         if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
             return handle
         os.close(handle)
