@@ -75,7 +75,9 @@ class Parser(argparse.ArgumentParser):
                 continue
             for name in options.split():
                 if self._given(name, parsed):
-                    self.error(f"{name} has no effect {'with' if refused_with else 'without'} {other}")
+                    self.error(
+                        f"{name} has no effect {'with' if refused_with else 'without'} {other}"
+                    )
         return parsed, rest
 
     def _given(self, name: str, parsed: argparse.Namespace) -> bool:

@@ -3,6 +3,9 @@
 `rlspec train --dry-run` prints these figures. A run gives its engines memory by them. Both refuse what does not fit.
 `memory_choices.py` chooses by them what the user left open. Everything here is arithmetic. It is a file of its own
 because `train/` and `rollout/` use it, and never import each other.
+
+All sizes are bytes unless a name says otherwise; `gpu` is the memory of one GPU. `hf_config` is the policy's
+config.json, with an EAGLE-3 drafter's under `DRAFTER`.
 """
 
 from __future__ import annotations
@@ -20,33 +23,27 @@ MIB = 1 << 20
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 # Of one process on one GPU: CUDA's context, its libraries' kernels and NCCL's buffers. An estimate.
 PROCESS_BYTES = 2 * GIB
-# Share of the memory that nothing is given where several processes have a GPU: fragments, and what estimates leave out.
+# Share of a GPU that stays unused where trainer and engine share it: for fragments, and what estimates leave out.
 SPARE = 0.05
-# What SGLang 0.5.23 leaves free when it is given no share (`arg_groups/memory_hook.py`): for its attention, for a token
-# of a prefill, a request in a CUDA graph, and graphs of prefills, without and with latent attention; above 60 GiB at
-# least FLOOR.
-BASE = 512 * MIB
-# tokens of a prefill, by bytes of a GPU
-PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)
-PREFILL_TOKEN = 3 * MIB // 2
-GRAPH_REQUEST = 2 * MIB
-PREFILL_GRAPHS = 512 * MIB, 1536 * MIB
-FLOOR = 10 * GIB
-# Estimates of what SGLang does not count: float32 rows of logits that a verification holds at once, and activations of
-# a prefilled token, in rows of the hidden size.
-LOGITS_ROWS = 4
-PREFILL_ROWS = 24
+# What SGLang 0.5.23 leaves free when it is given no share (`arg_groups/memory_hook.py`).
+BASE = 512 * MIB  # for its attention
+PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)  # least memory of a GPU, prefilled tokens
+PREFILL_TOKEN = 3 * MIB // 2  # for each token of a prefill
+GRAPH_REQUEST = 2 * MIB  # for each request in a CUDA graph
+PREFILL_GRAPHS = 512 * MIB, 1536 * MIB  # for graphs of prefills, without and with latent attention
+FLOOR = 10 * GIB  # at least this in all, on a GPU of more than 60 GiB
+# Estimates of what SGLang does not count.
+LOGITS_ROWS = 4  # float32 copies of a verification's logits that exist at once
+PREFILL_ROWS = 24  # activations of a prefilled token, in rows of the hidden size
 # FlashInfer's workspace for these families. SGLang 0.5.23 takes FlashInfer on GPUs other than Hopper, and makes a
 # workspace for the engine and one for every number of drafts (`EAGLEWorkerV2.build_adaptive_runtime_state`).
 WORKSPACE = 512 * MIB
-# Of a trainer's layer: rows of the hidden size and of the MLP's width that a token keeps for the backward pass, how
-# many of them every tensor-parallel rank has without sequence parallelism, and how many more for each rank of context
-# parallelism. And the most that logits of the output layer's chunks take.
-HIDDEN_ROWS = 13
-MLP_ROWS = 3
-WHOLE_ROWS = 4
-CONTEXT_ROWS = 4
-OUTPUT_CHUNKS = 2 * GIB
+# What a token keeps in each layer of a trainer for the backward pass. All are estimates.
+HIDDEN_ROWS = 13  # rows of the hidden size
+MLP_ROWS = 3  # rows of the MLP's width
+WHOLE_ROWS = 4  # of HIDDEN_ROWS, those that every tensor-parallel rank has whole without sequence parallelism
+CONTEXT_ROWS = 4  # further rows of the hidden size for each context-parallel rank beyond the first
+OUTPUT_CHUNKS = 2 * GIB  # most bytes of the output layer's logits: it computes them in chunks
 # Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).
 PAGE_TABLES = 4
 # A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
@@ -57,9 +54,13 @@ DRAFTER_GRAPH_GIB = 0.005
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one trainer rank. Only within a step it has activations.
+    """Bytes of one trainer rank on its GPU. `train/dry_run.py` and `check_rank` read the fields by their names.
 
-    offloaded  whether the optimizer is in host memory between steps
+    weights      parameters
+    gradients    released between steps
+    optimizer    Adam's moments, and float32 copies of 16-bit weights
+    activations  exist within a step only
+    offloaded    whether the optimizer is in host memory between steps
     """
 
     weights: int
@@ -70,12 +71,12 @@ class RankMemory:
 
     @property
     def between_steps(self) -> int:
-        """Return what the rank keeps while engines on its GPU generate. It has released its gradients."""
+        """Return the bytes that the rank keeps while engines on its GPU generate: without gradients and activations."""
         return self.weights + (0 if self.offloaded else self.optimizer)
 
     @property
     def total(self) -> int:
-        """Return what the rank needs at the peak of a step."""
+        """Return the bytes that the rank needs at the peak of a step, when an offloaded optimizer is back."""
         return self.weights + self.optimizer + self.gradients + self.activations
 
 
@@ -102,16 +103,17 @@ class EngineMemory:
 
     @property
     def asleep(self) -> int:
-        """Return what the engine keeps on one GPU while it sleeps."""
+        """Return the bytes that the engine keeps on one GPU while it sleeps: SGLang releases weights and KV cache."""
         return self.cuda_graphs + self.attention
 
 
 @dataclass(frozen=True)
 class EngineShare:
-    """The memory of an engine on each of its GPUs.
+    """How much of its GPUs an engine gets.
 
-    mem_fraction  share of the memory that the engine finds free, for its weights and KV cache
-    kv_tokens     that the KV cache holds
+    mem_fraction  share of the memory that the engine finds free when it starts, for its weights and KV cache; SGLang's
+                  --mem-fraction-static
+    kv_tokens     tokens that the KV cache then holds, over all GPUs of the engine
     """
 
     mem_fraction: float
@@ -119,15 +121,17 @@ class EngineShare:
 
 
 def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> RankMemory:
-    """Estimate a rank of a job of `world` ranks, between steps.
+    """Estimate a rank of a job of `world` ranks, without activations.
 
-    dense, experts  parameters on this rank: of routed experts, and all others
+    dense    number of parameters on this rank, without those of routed experts
+    experts  number of parameters of routed experts on this rank
     """
     itemsize = DTYPE_BYTES[config.model.dtype]
-    exact = max(itemsize, 4)
+    exact = max(itemsize, 4)  # gradients and moments are float32, or float64 with float64 weights
     moments = 2 * exact
     master_weight = 4 if itemsize < 4 else 0  # float32 copies of 16-bit weights
     replicas = world // (config.parallel.tensor * config.parallel.pipeline)
+    # parameters for which this rank has the optimizer's state
     stepped = dense + experts
     if config.optimizer.distributed:
         expert_replicas = replicas // config.parallel.expert
@@ -142,7 +146,10 @@ def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> Ran
 
 
 def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | None = None) -> int:
-    """Estimate the activations of a rank of a pipeline stage at the peak of a step; None: of the one with most."""
+    """Estimate the bytes of a rank's activations at the peak of a step.
+
+    stage  pipeline stage of the rank, from 0; None: the stage with most
+    """
     parallel = config.parallel
     if stage is None:
         return max(activation_bytes(config, hf_config, s) for s in range(parallel.pipeline))
@@ -158,12 +165,16 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | 
     cut = (rows - whole) * hidden + MLP_ROWS * mlp
     # Every tensor-parallel rank has a whole copy of a token for each of its experts.
     layer = tokens * itemsize * (cut // parallel.tensor + (whole + routed) * hidden)
+    # what stays of a layer until its backward pass: with recomputation its input only
     kept = tokens * itemsize * hidden if parallel.recompute else layer
     # A stage keeps a micro-batch for itself and for each stage behind it.
     layers = int(hf_config["num_hidden_layers"]) // parallel.pipeline
     kept *= layers * (parallel.pipeline - stage)
+    # beside it, the one layer that is computed now
     if stage < parallel.pipeline - 1:
         return kept + layer
+    # The last stage also has the drafter, whose layer runs once for each depth, and the output layer's float32 logits
+    # with their gradient.
     drafter = config.drafter.depth * layer if config.drafter.train else 0
     logits = 4 * tokens * int(hf_config["vocab_size"]) // parallel.tensor
     return kept + drafter + max(layer, min(2 * logits, OUTPUT_CHUNKS))
@@ -184,7 +195,10 @@ def trainer_memory(
 
 
 def step_room(gpu: int, engine: EngineMemory | None = None) -> int:
-    """Return the bytes that a trainer rank may take in a step. `engine`: sleeps on the same GPU."""
+    """Return the bytes that a trainer rank may take in a step.
+
+    engine  sleeps on the same GPU meanwhile; None: the rank has the GPU alone
+    """
     if engine is None:
         return gpu - PROCESS_BYTES
     return int(gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - engine.asleep
@@ -242,12 +256,19 @@ def engine_memory(
 
 
 def _graph_bytes(batch: int, drafting: Sequence[int]) -> int:
-    """Return the bytes of an engine's CUDA graphs, as if every number of drafts were captured at every batch."""
+    """Return the bytes of an engine's CUDA graphs on one GPU: an upper bound.
+
+    It counts graphs of every number of drafts at every batch size. An engine leaves out those of no use
+    (`speculation/graphs.py`).
+
+    batch     most requests of a round
+    drafting  numbers of drafts above 0
+    """
     if not drafting:
         return batch * GRAPH_REQUEST
     steps = [0, *drafting]
     sizes = len(graph_sizes(batch))
-    # verification; the drafter's extension, and from two steps on drafting
+    # for each number of drafts: one graph to verify; one to extend the drafter, and from two drafts on one to draft
     of_target = sizes * len(steps)
     of_drafter = sizes * sum(2 if k > 1 else 1 for k in steps)
     return int((TARGET_GRAPH_GIB * of_target + DRAFTER_GRAPH_GIB * of_drafter) * GIB)
@@ -266,7 +287,7 @@ def _page_table_bytes(batch: int, context: int, drafting: Sequence[int]) -> int:
 
 
 def engine_context(config: Config) -> int:
-    """Return the context length of an engine that a run launches, which sizes its page tables."""
+    """Return the context length that `rollout/start.py` gives an engine, in tokens. It sizes the page tables."""
     return config.model.max_length + config.spare
 
 
@@ -277,11 +298,12 @@ def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -
     """
     itemsize = DTYPE_BYTES[config.model.dtype]
     layers = int(hf_config["num_hidden_layers"])
+    # an EAGLE-3 drafter's config.json says its layers; an MTP drafter has one
     if config.spec.mode != "off":
         layers += int(hf_config.get(DRAFTER, {}).get("num_hidden_layers", 1))
-    rank = hf_config.get("kv_lora_rank")
-    if rank:
-        latent = int(rank) + int(hf_config.get("qk_rope_head_dim", 0))
+    latent_rank = hf_config.get("kv_lora_rank")  # of latent attention (MLA)
+    if latent_rank:
+        latent = int(latent_rank) + int(hf_config.get("qk_rope_head_dim", 0))
         return layers * latent * itemsize * tensor
     heads = int(hf_config["num_attention_heads"])
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
@@ -292,12 +314,12 @@ def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -
 def engine_share(engine: EngineMemory, gpu: int, trainer: int | None = None) -> EngineShare:
     """Return the memory that an engine gets on GPUs of `gpu` bytes. SGLang takes a share of what it finds free.
 
-    trainer  bytes that a trainer rank on the same GPU keeps; None: no rank shares it
+    trainer  bytes that a trainer rank on the same GPU keeps while the engine generates; None: no rank shares the GPU
 
     Raises ConfigError if weights and one sample of the longest length do not fit.
     """
     free = gpu - PROCESS_BYTES
-    if trainer is not None:
+    if trainer is not None:  # two processes on the GPU
         free = int(gpu * (1 - SPARE)) - 2 * PROCESS_BYTES - trainer
     room = free - engine.working
     needed = (engine.weights + engine.token * engine.longest) / engine.tensor
@@ -309,13 +331,15 @@ def engine_share(engine: EngineMemory, gpu: int, trainer: int | None = None) -> 
             f"{engine.working / GIB:.1f}, and {max(free, 0) / GIB:.1f} of {gpu / GIB:.1f} GiB are free{kept}"
         )
     kv_tokens = int((room * engine.tensor - engine.weights) // engine.token)
+    # rounded down, so that SGLang never takes more than `room`
     return EngineShare(int(1000 * room / free) / 1000, kv_tokens)
 
 
 def needed_tokens(config: Config, engines: int) -> int:
-    """Return the tokens of an engine's KV cache that hold its part of a step's samples.
+    """Estimate the tokens of one engine's KV cache that its share of a step's samples takes at once.
 
-    A sample counts a quarter of the longest: it becomes half as long, and is on average half done.
+    A sample counts as a quarter of the longest. The estimate assumes that it ends at half of that length, and that
+    running samples are half done on average.
     """
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     at_once = min(config.rollout.max_running_requests, -(-samples // engines))

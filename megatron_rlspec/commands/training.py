@@ -1,4 +1,8 @@
-"""`rlspec train`, `sft`, `answer` and `replay`: their options, and the checks before anything heavy is imported."""
+"""`rlspec train`, `sft`, `answer` and `replay`: their options, and the checks before anything heavy is imported.
+
+Imports of torch, Megatron and the run stand inside functions: a mistake in an option is then told within a second, and
+the environment is prepared before CUDA and NCCL read it.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_rlspec.run.extension import DrafterScheduleBuilder, Extensions
 
 Name = Command | Literal["answer"]
+# torchrun on this machine alone, by `host/launch.py`; the number of ranks follows
 TORCHRUN = (
     "-m",
     "megatron_rlspec.host.launch",
@@ -46,7 +51,7 @@ Every option can stand in the TOML file, as [section] key = value; the command l
 docs/configuration.md has the options, docs/runs.md the files of a run and its exit codes."""
 
 
-# The most used options of each command, which `--help` shows.
+# The most used options of each command, which `--help` shows; `--help-all` shows all.
 OPTIONS: dict[Name, str] = {
     "train": "model.path data.path data.eval_path reward.kind rollout.prompts_per_step rollout.samples_per_prompt "
     "rollout.max_new_tokens rollout.temperature spec.mode optimizer.lr train.steps train.run_dir train.resume "
@@ -65,9 +70,10 @@ def train(argv: list[str]) -> None:
 
 
 def _run(command: Command, argv: list[str]) -> None:
-    """Check what is asked, lock the run directory for this process, and run the command's loop.
+    """Check the command line, lock the run directory for this process, and run the command's loop.
 
-    With --ranks above 1 this process checks, and becomes a torchrun of so many ranks.
+    With --ranks N above 1 this process checks, and then becomes a torchrun that starts N ranks of this command. Every
+    rank runs this function without --ranks.
     """
     ranks, argv = ranks_of(argv)
     started = environment.ranks_started(os.environ)
@@ -75,19 +81,22 @@ def _run(command: Command, argv: list[str]) -> None:
         raise ConfigError(
             f"--ranks {ranks}: RANK and WORLD_SIZE={started} are set, as by torchrun; unset them, or leave --ranks out"
         )
-    environment.prepare(os.environ)
+    environment.prepare(os.environ)  # CUDA and NCCL read it once, so before torch is imported
     config = parse(command, argv, ranks)
     if ranks > 1:
+        # Checked here, where one process prints one line. The ranks check again, under the lock.
         _check(config, command)
         words = [*TORCHRUN, str(ranks), "-m", "megatron_rlspec.cli", command, *argv]
         os.execv(sys.executable, [sys.executable, *words])
     with claimed(Path(config.train.run_dir), config.train.resume):
         _check(config, command)
+        # before the configuration is changed: in a changed copy options count as set by the user
         engines_open = leaves_engines_open(config)
         if config.drafter.fresh and command != "replay":
             from megatron_rlspec.run.fresh import with_fresh_drafter
 
             config = with_fresh_drafter(config)
+        # before the heavy imports, so that Ctrl-C during them ends with one line
         interruption = Interruption().install()
         with interruption.translating():
             rollout = config.rollout
@@ -98,15 +107,15 @@ def _run(command: Command, argv: list[str]) -> None:
             from megatron_rlspec.train import runtime
 
             config = settle(config, command, engines_open)
-            act = {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command]
+            run_loop = {"train": loop.train, "sft": loop.warm_start, "replay": loop.replay}[command]
             try:
-                act(config, interruption, extensions(config))
+                run_loop(config, interruption, extensions(config))
             finally:
                 runtime.leave()
 
 
 def _check(config: Config, command: Command) -> None:
-    """Check what the run and its extensions read. Raises ConfigError, DataError or RoundCostError."""
+    """Check the files that the run and its extensions read. Raises ConfigError, DataError or RoundCostError."""
     check_inputs(config, command)
     if config.tail.cost_table:
         from megatron_rlspec.extensions.migration.plans import round_costs
@@ -119,7 +128,10 @@ replay = partial(_run, "replay")
 
 
 def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
-    """Return the number of --ranks, 0 without it, and the other arguments. Raises ConfigError."""
+    """Return the number of --ranks, 0 without it, and the other arguments. Raises ConfigError.
+
+    It is taken out of `argv` because the ranks get the other arguments, and must not start ranks themselves.
+    """
     parser = _Parser(add_help=False)
     parser.add_argument("--ranks", type=int)
     known, rest = parser.parse_known_args(argv)
@@ -132,18 +144,21 @@ def ranks_of(argv: list[str]) -> tuple[int, list[str]]:
 
 
 def migrates(config: Config) -> bool:
-    """Return whether running samples may move, or engines change their size."""
+    """Return whether running samples may move between engines, or engines may change their tensor-parallel size."""
     return config.tail.rebalance or config.tail.tp != (1,)
 
 
 def extensions(config: Config) -> Extensions:
-    """Return the extensions that a configuration asks for. With its defaults, on one rank, none is imported."""
+    """Return the extensions that a configuration asks for. With the default options on one rank none is imported.
+
+    The fields of `Extensions` (`run/extension.py`) are None where the core does without an extension.
+    """
     from megatron_rlspec.run.extension import Extensions
 
     schedule: DrafterScheduleBuilder | None = None
     drafter = config.drafter
-    chooses = drafter.separate or drafter.update_every > 1 or drafter.reward_weight != "none"
-    if drafter.train and chooses:
+    has_schedule = drafter.separate or drafter.update_every > 1 or drafter.reward_weight != "none"
+    if drafter.train and has_schedule:
         from megatron_rlspec.extensions.drafter_schedules.online import OnlineLearner
 
         schedule = OnlineLearner
@@ -161,6 +176,7 @@ def extensions(config: Config) -> Extensions:
     kinds = None
     embedded = config.rollout.engine == "embedded"
     several_ranks = environment.ranks_started(os.environ) > 1
+    # Embedded engines of several ranks are one fleet, which rank 0 leads: it is part of the extension `migration`.
     if migrates(config) or (embedded and several_ranks):
         from megatron_rlspec.extensions.kinds import KINDS
 
@@ -169,12 +185,13 @@ def extensions(config: Config) -> Extensions:
 
 
 def answer(argv: list[str]) -> None:
-    """Run `rlspec answer`. Prints at its end what the file holds."""
+    """Run `rlspec answer`, in one process. Prints at its end what the file holds."""
     config = parse("answer", argv)
     with naming_paths(config):
         hf_config = model_config(config, "serve")
         data.check_prompts(config.data.path, config.data)
     hf_config = with_drafter(config, hf_config)
+    # a model without a drafter: EAGLE-3's is under DRAFTER, MTP layers are counted by the policy's config.json
     if not (DRAFTER in hf_config or hf_config.get("num_nextn_predict_layers")):
         plain = config.spec.model_copy(update={"mode": "off"})
         config = config.model_copy(update={"spec": plain})
@@ -209,23 +226,29 @@ def dry_run(argv: list[str]) -> None:
 
 
 class _Parser(arguments.Parser):
+    """Raises ConfigError for a mistake, where `arguments.Parser` ends the process: rank 0 alone must print it."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
-    """Return the configuration of a command line, for `ranks` or as many as torchrun started. Raises ConfigError."""
-    known, unknown = parser_of(command).parse_known_args(argv)
+    """Return the configuration of a command line, checked for this command. Raises ConfigError.
+
+    ranks  number of --ranks; 0 or None: as many as torchrun started, or one
+    """
+    parsed, unknown = parser_of(command).parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown_word(unknown[0]))
-    overrides = vars(known)
+    # What is left of these after the next lines are options `section.key`: their defaults are suppressed.
+    overrides = vars(parsed)
     files = overrides.pop("config") or [None]
     if len(files) > 1:
         raise ConfigError(
             "--config twice: expected one file; options of the command line win over it"
         )
     file = files[0]
-    for name in ("dry_run", "gpu_gib"):
+    for name in ("dry_run", "gpu_gib"):  # `dry_run` reads them
         overrides.pop(name, None)
     if command == "replay":
         recorded = overrides.pop("run")
@@ -235,28 +258,28 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     config = _with_local_models(config)
     if command == "answer":
         config.check_answer()
-        # Answers stay on the engine where they began.
+        # No answer moves to another engine: `rlspec answer` has no migration.
         return config.model_copy(update={"tail": Config().tail})
     started = ranks or environment.ranks_started(os.environ)
     if ranks:
-        because = f"--ranks is {ranks}"
+        why_so_many = f"--ranks is {ranks}"
     elif started:
-        because = f"torchrun started {started}"
+        why_so_many = f"torchrun started {started}"
     else:
-        because = "this is one process; --ranks N starts several"
-    config.check_run(command, started or 1, because)
+        why_so_many = "this is one process; --ranks N starts several"
+    config.check_run(command, started or 1, why_so_many)
     return config
 
 
 def _with_local_models(config: Config) -> Config:
-    """Return `config` with directories in place of names on the Hub. Raises CheckpointError."""
+    """Return `config` with directories in place of names on the Hub; downloads the models. Raises CheckpointError."""
     model = config.model.model_copy(update={"path": hub.local(config.model.path)})
     drafter = config.drafter.model_copy(update={"path": hub.local(config.drafter.path)})
     return config.model_copy(update={"model": model, "drafter": drafter})
 
 
 def _unknown_word(word: str) -> str:
-    """Return what is wrong with a word that no option takes."""
+    """Return the message for a word of the command line that no option takes."""
     name, equals, value = word.partition("=")
     if name.startswith("-"):
         return unknown_option(name.removeprefix("--"))
@@ -277,7 +300,8 @@ def parser_of(command: Name) -> arguments.Parser:
         example=about.example,
         first=["--ranks", "--dry-run", *(f"--{name}" for name in OPTIONS[command].split())],
     )
-    # argparse would take -1e-4 for an option.
+    # argparse's own pattern has no exponents, no inf and no nan: it would take -1e-4 for an option. The attribute is a
+    # private one of argparse.
     parser._negative_number_matcher = re.compile(r"^-\.?(\d|inf|nan)")
     add = parser.add_argument
     if command == "replay":
@@ -304,15 +328,16 @@ def parser_of(command: Name) -> arguments.Parser:
         )
         parser.needs("--dry-run", "--gpu-gib")
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for known in options():
-        section = known.name.partition(".")[0]
+    for option in options():
+        section = option.name.partition(".")[0]
         if section not in groups:
             groups[section] = parser.add_argument_group(f"[{section}]")
-        text = f"{known.help} (default {known.shown})" if known.shown else known.help
+        text = f"{option.help} (default {option.shown})" if option.shown else option.help
+        # Values stay text, without a default: `config.load` converts them, and must tell what the user gave.
         groups[section].add_argument(
-            f"--{known.name}",
-            metavar=known.metavar,
+            f"--{option.name}",
+            metavar=option.metavar,
             default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
+            help=text.replace("%", "%%"),  # argparse formats help texts with %
         )
     return parser
