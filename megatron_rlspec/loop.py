@@ -18,7 +18,7 @@ def train(
     with Session(config, interruption=interruption, extensions=extensions) as run:
         run.push()  # the engines need the initial weights
         for step in run.records.steps(config.train.steps):
-            # so a resumed run makes up for one that was interrupted
+            # before the step, so that a resumed run makes up for an evaluation that was interrupted
             if run.due(config.train.eval_every) or step == 0:
                 run.evaluate(f"step-{step:06d}" if step else "first")
             with run.clock("generate"):
@@ -40,7 +40,7 @@ def train(
                 run.push()
             run.record(step, metrics, groups)
             run.checkpoint()
-        run.record_trajectory()
+        run.record_trajectory()  # the policy after the last step
         run.evaluate("last")
         run.finish()
 

@@ -1,4 +1,4 @@
-"""The list of commands of `rlspec`, and the module of each."""
+"""The list of commands of `rlspec`, and the module of each. `cli.py` imports a module when its command is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple
 class Command(NamedTuple):
     """One command.
 
-    run      module:function of this package, which gets the other words of the command line
+    run      module:function of this package. It gets the other words of the command line as a list, and returns the
+             exit code or None
     text     what `rlspec --help` says of it
     example  a command line of a first day
     """

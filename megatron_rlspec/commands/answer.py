@@ -1,4 +1,8 @@
-"""`rlspec answer`: let a model write answers to prompts, for a drafter to be warmed up on. `journal.py` keeps them."""
+"""`rlspec answer`: let a model write answers to prompts, on which `rlspec sft` trains a drafter.
+
+`commands/training.py` parses the options and calls `answer`. `journal.py` writes the file. An interrupted command goes
+on where it ended. Under the position-keyed verifier the file then has the texts of a command that was not interrupted.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,8 @@ from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample
 
-# Requests given to the engines together, as a multiple of those that they decode together.
+# Requests given to the engines in one call, as a multiple of those that they decode together. Engines idle at the end
+# of a call, while the last long answers go on; a smaller number would make that more frequent.
 AT_ONCE = 16
 
 
@@ -37,11 +42,12 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
     Raises ConfigError if the file holds answers of other settings, FileError if another process writes it, DataError
     and EngineError.
     """
-    with files.locked(config.answer.path):
+    with files.locked(config.answer.path):  # a second process would write the same answers again
         path = Path(config.answer.path)
         tokenizer = data.load_tokenizer(config.model.path, config.model.trust_remote_code)
         longest = config.longest_prompt
         prompts, dropped = data.read_prompts(config.data.path, config.data, tokenizer, longest)
+        # before the prompts are cut: with a larger answer.prompts the same file goes on
         shared = settings(config, prompts)
         if config.rollout.urls:
             shared["served"] = _served(config)
@@ -69,7 +75,10 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
 
 
 def layout(config: Config) -> GpuLayout:
-    """Give each of several engines GPUs of its own. Raises ConfigError if there are too few."""
+    """Return which GPUs each engine has. Raises ConfigError if there are too few.
+
+    A single engine, and any engine without a GPU or started elsewhere, gets no GPUs of this function: it sees all.
+    """
     rollout = config.rollout
     gpus = devices(os.environ, torch.cuda.device_count())
     if rollout.engines == 1 or not gpus or rollout.engine != "sglang" or rollout.urls:
@@ -86,7 +95,10 @@ def layout(config: Config) -> GpuLayout:
 
 
 def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:
-    """Yield every answer to generate. Its seed depends on `train.seed`, the prompt's row and its number only."""
+    """Yield a request for every answer. Its seed depends on `train.seed`, the prompt's row and the answer's number.
+
+    `journal.py` takes row and number from the id. The numbers have a fixed width (`types.Request`).
+    """
     for prompt in prompts:
         for number in range(config.rollout.samples_per_prompt):
             seed = seed_of(config.train.seed, prompt.id, number)
@@ -94,9 +106,12 @@ def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:
 
 
 def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return what the answers of one file have in common: all that their texts follow from.
+    """Return all settings from which the texts of answers follow: the content of `FILE.settings.json`.
 
-    That is what `generate` is given (`prompts` are all of `data.path`), and what an engine is started with.
+    If one of them differs, `Journal` refuses to add to the file. So a new field of `types.Sampling` ends the use of
+    files that exist. With drafts that cannot change a text, [spec] and the drafter are left out.
+
+    prompts  all prompts of `data.path`
     """
     shared: dict[str, Any] = {
         "model": identity.of_model(config.model.path),
@@ -108,18 +123,21 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "verifier": config.spec.verifier,
     }
     if config.spec.verifier != "position_keyed":
-        # Then drafts, too, decide which text is sampled.
+        # the noise of a token then depends on what was drafted before
         shared["spec"] = config.spec.model_dump(mode="json")
         drafter = config.drafter.path
         shared["drafter"] = identity.of_model(drafter) if drafter else ""
-    return json.loads(json.dumps(shared))
+    return json.loads(json.dumps(shared))  # as it is read back: lists in place of tuples
 
 
 def _served(config: Config) -> str:
-    """Return the digest of the weights at `rollout.urls`, which others chose. Raises ConfigError if they differ."""
+    """Return the digest of the weights that the engines at `rollout.urls` hold: nobody pushed `model.path` to them.
+
+    Raises ConfigError if the engines hold different weights.
+    """
     pool = EnginePool(KINDS[config.rollout.engine].start(config, Path(), GpuLayout()).wait())
-    found = pool.everywhere(lambda engine: sorted(engine.fingerprints().items()))
-    digests = {identity.of_rows(fingerprints) for fingerprints in found.values()}
+    by_engine = pool.everywhere(lambda engine: sorted(engine.fingerprints().items()))
+    digests = {identity.of_rows(fingerprints) for fingerprints in by_engine.values()}
     if len(digests) > 1:
         raise ConfigError("rollout.urls: the engines hold different weights; expected the same")
     return digests.pop()
@@ -132,9 +150,9 @@ def _generate(
     journal: Journal,
     tokenizer: Any,
 ) -> tuple[int, float]:
-    """Start engines, generate the missing answers and write them. Returns their tokens and the seconds they took.
+    """Start engines, generate the missing answers and write them.
 
-    Raises EngineError.
+    Returns the number of their tokens, and the seconds that it took without the start. Raises EngineError.
     """
     logs = Path(config.answer.path + ".logs")
     starting = KINDS[config.rollout.engine].start(config, logs, layout(config))
@@ -146,16 +164,17 @@ def _generate(
         start = time.perf_counter()
         tokens = 0
 
+        # called from threads of the pool, once an answer is complete
         def write(sample: Sample) -> None:
             if sample.status != "aborted":
                 journal.add(sample, tokenizer.decode(sample.response, skip_special_tokens=True))
 
         part = AT_ONCE * config.rollout.max_running_requests * len(engines)
         for first in range(0, len(missing), part):
-            asked = missing[first : first + part]
-            samples = pool.generate(asked, config.rollout.sampling, write)
+            batch = missing[first : first + part]
+            samples = pool.generate(batch, config.rollout.sampling, write)
             tokens += sum(len(sample.response) for sample in samples)
-            files.tell(f"{first + len(asked)} of {len(missing)} answers", sys.stderr)
+            files.tell(f"{first + len(batch)} of {len(missing)} answers", sys.stderr)
         return tokens, time.perf_counter() - start
     finally:
         starting.close()

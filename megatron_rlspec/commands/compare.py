@@ -38,12 +38,12 @@ from megatron_rlspec.rollout.embedded.model import is_drafter
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig
 
-RESAMPLES = 2000
+RESAMPLES = 2000  # of the prompts, for an interval
 MOST_REQUESTS = 256  # that the embedded engine decodes at once
 TOTAL_TOKENS = 131_072  # in the embedded engine's KV cache
-MARGIN = 64  # tokens in that cache beyond one whole sample
+MARGIN = 64  # tokens in that cache beyond one whole sample: a round also writes drafts that are refused
 MOST_NEW_TOKENS = 1024  # by default
-STEPS = (1, 3, 5)
+STEPS = (1, 3, 5)  # default numbers of drafts a round
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,21 @@ class Estimate:
 
     @property
     def shown(self) -> str:
-        """Say what a difference shows."""
+        """Say on which side of 0 the interval lies: "above 0", "below 0", or "not shown" if 0 is in it."""
         if self.low > 0:
             return "above 0"
         return "below 0" if self.high < 0 else "not shown"
 
 
+# drafts a round -> drafter's name -> `[prompts, 2]` int: verify rounds and accepted drafts of every prompt
 Rounds = Mapping[int, Mapping[str, np.ndarray]]
 
 
 def table_of(rounds: Rounds, prompts: int, equal_texts: int) -> dict[str, Any]:
-    """Return every accept length and every paired difference.
+    """Return every accept length and every paired difference, as `--out` writes them and `show` prints them.
 
-    rounds       by drafts a round and drafter `[prompts, 2]`: verify rounds and accepted drafts of every prompt
-    equal_texts  prompts whose text is the same in all generations
+    prompts      number of prompts
+    equal_texts  number of prompts whose text is the same in all generations
     """
     lengths = []
     differences = []
@@ -94,12 +95,12 @@ def table_of(rounds: Rounds, prompts: int, equal_texts: int) -> dict[str, Any]:
 def estimate(rounds: np.ndarray, other: np.ndarray | None = None) -> Estimate:
     """Estimate an accept length from `rounds [prompts, 2]`, or its difference to that of `other` on the same prompts.
 
-    Both are resampled together. So what is hard about a prompt for every drafter does not widen the interval of a
-    difference.
+    Both are resampled by the same prompts. A prompt that is hard for every drafter then does not widen the interval of
+    the difference.
     """
     n = len(rounds)
-    rng = np.random.default_rng(1)
-    # [1 + RESAMPLES, prompts]: how often each prompt counts. The first row counts each once.
+    rng = np.random.default_rng(1)  # the same resamples for every estimate, and in every call
+    # [1 + RESAMPLES, prompts]: how often each prompt counts. The first row counts each once: the value itself.
     resamples = rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
     counts = np.concatenate([np.ones((1, n), np.int64), resamples])
     values = _accept_lengths(counts, rounds)
@@ -112,10 +113,11 @@ def estimate(rounds: np.ndarray, other: np.ndarray | None = None) -> Estimate:
 def _accept_lengths(counts: np.ndarray, rounds: np.ndarray) -> np.ndarray:
     """Return the accept length `[resamples]` of prompts that count `counts [resamples, prompts]` times."""
     verified, accepted = (counts @ rounds.astype(np.float64)).T
-    # A resample without a round has no accepted draft either.
+    # A resample may have no verify round at all, and then no accepted draft: 1 in place of 0 / 0.
     return 1 + accepted / np.where(verified > 0, verified, 1)
 
 
+# drafter's name -> drafts a round -> one sample per prompt, in the order of the prompts
 Drawn = Mapping[str, Mapping[int, Sequence[Sample]]]
 
 
@@ -127,13 +129,14 @@ def measure(
     steps: Sequence[int],
     version: int = 2,
 ) -> tuple[Rounds, int]:
-    """Generate one sample per prompt with every drafter, at each number of drafts a round.
+    """Generate one sample per prompt with every drafter, pushed one after the other, at each number of drafts a round.
 
     engine    holds the policy. Its drafter is replaced, and the last one measured stays
-    drafters  name -> tensors under Hugging Face names, of which the drafter's are used
-    version   of the first drafter's push; the others follow
+    drafters  name -> tensors under Hugging Face names, of which only the drafter's own are pushed
+    steps     numbers of drafts a round
+    version   version number of the first push; the others count on from it
 
-    Returns rounds and equal texts of `table_of`. Raises EngineError.
+    Returns `rounds` and `equal_texts` for `table_of`. Raises EngineError.
     """
     drawn = {}
     for number, (name, tensors) in enumerate(drafters.items(), start=version):
@@ -160,12 +163,9 @@ def draw_each(
 
 
 def counted(drawn: Drawn) -> tuple[Rounds, int]:
-    """Return rounds and equal texts of `table_of`.
-
-    drawn  by drafter and drafts a round the samples, in the order of the prompts
-    """
+    """Return `rounds` and `equal_texts` for `table_of`."""
     rounds: dict[int, dict[str, np.ndarray]] = {}
-    # the different ones of each prompt
+    # number of the prompt -> the different responses to it, as token ids
     texts: dict[int, set[tuple[int, ...]]] = {}
     for name, by_steps in drawn.items():
         for k, samples in by_steps.items():
@@ -178,16 +178,23 @@ def counted(drawn: Drawn) -> tuple[Rounds, int]:
 def draw(
     engine: RolloutEngine, prompts: Sequence[Prompt], sampling: Sampling, name: str, seed: int = 0
 ) -> list[Sample]:
-    """Generate one sample per prompt. The ids of requests begin with `name`; equal seeds give equal texts."""
+    """Generate one sample per prompt. The ids of requests begin with `name`.
+
+    The noise follows from `seed` and the number of the prompt alone. So all drafters get the same noise, and under
+    position-keyed sampling the same texts.
+    """
     requests = []
     for i, prompt in enumerate(prompts):
-        own_seed = (seed * 1_000_003 + i) & 0x7FFF_FFFF
-        requests.append(Request(f"{name}-s{seed:06d}-p{i:06d}", prompt, own_seed))
+        # the factor keeps the seeds of a million prompts apart; below 2**31, as `types.Request` needs it
+        prompt_seed = (seed * 1_000_003 + i) & 0x7FFF_FFFF
+        # numbers of fixed width: no id may be the beginning of another (`types.Request`)
+        requests.append(Request(f"{name}-s{seed:06d}-p{i:06d}", prompt, prompt_seed))
     return engine.generate(requests, sampling)
 
 
 def rounds_of(sample: Sample) -> tuple[int, int]:
-    """Return the verify rounds and the accepted drafts of a sample."""
+    """Return the number of verify rounds of a sample, and of the drafts that they delivered."""
+    # `Sample.accepted[i]` rounds delivered i drafts each
     accepted = sum(drafts * count for drafts, count in enumerate(sample.accepted))
     return sum(sample.accepted), accepted
 
@@ -269,6 +276,7 @@ def main(argv: list[str] | None = None) -> int:
         with closing(_engine(hf_config, tensors, ends)) as engine:
             drawn[name] = draw_each(engine, prompts, sampling, options.steps, name)
     rounds, equal_texts = counted(drawn)
+    # The first token of a response comes without a verify round (`acceptance.delivered`).
     if not np.any([[*of_drafters.values()] for of_drafters in rounds.values()]):
         raise ConfigError(
             f"every answer to {options.prompts} ended with its first token, which no drafter can shorten; expected "
@@ -284,7 +292,12 @@ def main(argv: list[str] | None = None) -> int:
 def _engine(
     hf_config: dict[str, Any], tensors: Mapping[str, Tensor], ends: Sequence[int]
 ) -> EmbeddedEngine:
-    """Return an embedded engine with policy and drafter."""
+    """Return an embedded engine with policy and drafter.
+
+    On a CPU it computes in float32, on a GPU in the type of the files.
+
+    ends  token ids that end a response
+    """
     on_gpu = torch.cuda.is_available()
     as_saved = tensors[next(iter(tensors))].dtype
     longest = hf_config["max_position_embeddings"]
@@ -302,7 +315,7 @@ def _engine(
 
 
 def show(result: Mapping[str, Any]) -> None:
-    """Print accept lengths, and paired differences with what they show."""
+    """Print a result of `table_of`."""
     table = Table(
         "drafts",
         "drafter",

@@ -1,4 +1,4 @@
-"""`rlspec convert`: convert a checkpoint."""
+"""`rlspec convert`: its options and messages. `conversion/convert.py` and `conversion/drafter_files.py` do the work."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ TOLD_EVERY = 10.0  # seconds between lines about progress
 
 
 def parser() -> arguments.Parser:
+    """Return the parser of the command line. --add-eagle3 makes another kind of output, without other options."""
     p = arguments.Parser(
         prog="rlspec convert",
         description="Hugging Face <-> Megatron (torch_dist) checkpoints, MTP layer included; a run's checkpoint -> "
@@ -71,7 +72,7 @@ def parser() -> arguments.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert. Raises ConfigError for what was asked wrongly or cannot be read, and OSError for a full disk."""
+    """Convert. Raises ConfigError for wrong options and for files that do not fit, and OSError for a full disk."""
     options = parser().parse_args(argv)
     try:
         options.source = hub.local(str(options.source))
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _add_eagle3(options)
         else:
             _convert(options)
-    except ValueError as error:  # most checks of models raise it as it is
+    except ValueError as error:  # checks of models raise ValueError or a subclass; a ConfigError is shown in one line
         raise ConfigError(str(error)) from None
     except OSError as error:
         error.filename = error.filename or options.target  # a write to a full disk names no file
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> None:
+    """Convert a model between Hugging Face and Megatron, or a run's checkpoint to Hugging Face."""
     work = plan(
         options.source,
         options.target,
@@ -107,7 +109,10 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _check_model(work: Conversion) -> None:
-    """Raise CheckpointError unless config.json and tokenizer come from the model that the run began with."""
+    """Raise CheckpointError unless config.json and tokenizer come from the model that the run began with.
+
+    The run wrote the digest of its `model.path` to the state beside the checkpoint (`run/state_file.py`).
+    """
     file = state_file.of(work.source.resolve())
     if not file.exists():  # the checkpoint was moved without it
         return
@@ -121,6 +126,7 @@ def _check_model(work: Conversion) -> None:
 
 
 def _add_eagle3(options: argparse.Namespace) -> None:
+    """Write a fresh EAGLE-3 drafter."""
     config = make_drafter(options.source, options.target, options.draft_vocabulary)
     outputs = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     print(
@@ -130,15 +136,15 @@ def _add_eagle3(options: argparse.Namespace) -> None:
 
 
 def _convert_visibly(work: Conversion) -> None:
-    """Convert. A line about every `TOLD_EVERY` seconds says how far it is."""
+    """Convert. About every `TOLD_EVERY` seconds a line on stderr says how many parts are done."""
     done = 0
-    told = time.monotonic()
+    last_line = time.monotonic()
 
     def advance(label: str) -> None:
-        nonlocal done, told
+        nonlocal done, last_line
         done += 1
-        if time.monotonic() - told > TOLD_EVERY:
-            told = time.monotonic()
+        if time.monotonic() - last_line > TOLD_EVERY:
+            last_line = time.monotonic()
             files.tell(f"{label}: {done} of {len(work.groups)} parts", sys.stderr)
 
     convert(work, advance)

@@ -22,8 +22,9 @@ from megatron_rlspec.config import ConfigError
 class Upstream:
     """A project that this package calls.
 
-    module    its package
-    versions  those that fit, one of these ranges; a newer one than was tried may fit, too
+    module    name of its package, for an import
+    versions  ranges of versions; a version in one of them fits. Ranges without an upper end also take versions that
+              nobody has tried
     remedy    what to do about another version
     install   what to do if it is missing
     """
@@ -34,6 +35,7 @@ class Upstream:
     install: str = ""
 
 
+# name of the distribution -> project. A change of the ranges also concerns `pyproject.toml`, whose extras install them.
 UPSTREAM = {
     "megatron-core": Upstream(
         "megatron.core",
@@ -58,7 +60,7 @@ UPSTREAM = {
 
 @dataclass(frozen=True)
 class ProjectLine:
-    """One line about an upstream project."""
+    """What `examine` says of an upstream project: its name in `UPSTREAM`, and a text for one line."""
 
     name: str
     state: Literal["fits", "differs", "missing"]
@@ -66,7 +68,10 @@ class ProjectLine:
 
 
 def examine(names: Iterable[str] = tuple(UPSTREAM)) -> list[ProjectLine]:
-    """Compare the versions of the named projects with those that fit. A checkout without a wheel has no version."""
+    """Compare the installed versions of the named projects with those that fit.
+
+    A project that is importable and has no version counts as fitting: a checkout on the path, as slime usually is.
+    """
     findings = []
     for name in names:
         upstream = UPSTREAM[name]
@@ -82,12 +87,16 @@ def examine(names: Iterable[str] = tuple(UPSTREAM)) -> list[ProjectLine]:
     return findings
 
 
-def _is_among(found: str, versions: Sequence[str]) -> bool:
-    return any(SpecifierSet(text).contains(found, prereleases=True) for text in versions)
+def _is_among(installed: str, versions: Sequence[str]) -> bool:
+    # with pre-releases, which images of upstream may have
+    return any(SpecifierSet(text).contains(installed, prereleases=True) for text in versions)
 
 
 def refuse_if_affected(*, starts_sglang: bool) -> None:
-    """Raise ConfigError if a project that a run needs is missing or does not fit."""
+    """Raise ConfigError if a project that a run needs is missing or does not fit.
+
+    starts_sglang  whether the run launches SGLang engines itself; else SGLang need not be installed here
+    """
     reasons = {"megatron-core": "training"}
     if starts_sglang:
         reasons["sglang"] = 'rollout.engine="sglang"'

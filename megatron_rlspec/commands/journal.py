@@ -1,8 +1,9 @@
 """The file of `rlspec answer`: one JSON row for each answer, and `FILE.settings.json` with what all rows share.
 
-A row holds token ids of prompt and response, both as text, why the response ended, and the row of the prompt. A drafter
-learns these ids as they are: without tokenising the text again, and with an end token only where the model generated
-one. Every row is written when its answer is complete, so an interrupted command goes on where it ended.
+A row holds token ids of prompt and response, both as text, why the response ended, and the row of the prompt.
+`tasks/columns.py` reads the rows for `rlspec sft`. The drafter learns these ids as they are: without tokenising the
+text again, and with an end token only where the model generated one. Every row is written when its answer is complete,
+so an interrupted command goes on where it ended.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ COMPLETE = ("finished", "truncated")  # status of an answer that is whole
 
 
 class Journal:
-    """The answers in a file: `done` maps the id of each to its status; `add` appends one, in one write.
+    """The answers in a file. The caller holds the lock of the file (`answer.py`).
 
-    Raises ConfigError if the file was written under other settings, DataError for rows that are no answers. Half a row,
-    which a killed command may have left at the end, is cut off.
+    path      the file; it is made if it is missing
+    settings  `answer.settings` of this command
+    prompts   prompts to answer; answers to other prompts stay in the file and are not in `done`
+    done      id of the request -> status, of each answer that the file has
+
+    Raises ConfigError if the file was written under other settings, DataError for rows that are no answers.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], prompts: Sequence[Prompt]) -> None:
         self.done: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_file` and `done`
         settings_file = path.with_name(f"{path.name}.settings.json")
         if path.exists() and path.stat().st_size:
             written = files.read_json(settings_file) if settings_file.exists() else {}
@@ -48,14 +53,15 @@ class Journal:
         self._file = path.open("ab")
 
     def _read(self, path: Path, prompts: set[int]) -> None:
+        """Fill `done` from the file. Half a row at the end, which a killed command can leave, is cut off."""
         with path.open("rb+") as file:
             content = file.read()
-            whole = content.rfind(b"\n") + 1
-            file.truncate(whole)
-        for number, line in enumerate(content[:whole].splitlines(), 1):
+            whole_rows = content.rfind(b"\n") + 1  # bytes
+            file.truncate(whole_rows)
+        for number, line in enumerate(content[:whole_rows].splitlines(), 1):
             row = json_row(f"{path}:{number}", line)
             try:
-                name = f"p{row['row']:09d}-n{row['sample']:07d}"
+                name = f"p{row['row']:09d}-n{row['sample']:07d}"  # as `answer.requests` names it
                 if row["status"] not in COMPLETE or not row["response_tokens"]:
                     raise ValueError
             except (KeyError, TypeError, ValueError):
@@ -64,7 +70,8 @@ class Journal:
                 self.done[name] = row["status"]
 
     def add(self, sample: Sample, text: str) -> None:
-        """Append one answer; threads may call it."""
+        """Append one complete answer, with `text` as its response. Threads may call it."""
+        # the id is pROW-nNUMBER, by `answer.requests`
         row, number = (int(part[1:]) for part in sample.request_id.split("-"))
         prompt = sample.prompt
         entry: dict[str, Any] = {
@@ -80,6 +87,7 @@ class Journal:
             entry["seed"] = sample.seed
         entry["prompt_tokens"] = prompt.tokens.tolist()
         entry["response_tokens"] = sample.response.tolist()
+        # one write of a whole line, so that a killed process leaves at most half a row
         line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
         with self._lock:
             self._file.write(line)
