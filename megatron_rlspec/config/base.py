@@ -23,7 +23,7 @@ from pydantic import (
 
 from megatron_rlspec.texts import printable
 
-MOST_STEPS = 1_000_000_000
+MOST_STEPS = 1_000_000_000  # the largest count of any kind
 AUTO = "auto"  # how files and command lines name None: the run chooses
 MOST_TOKENS = 2**31 - 1  # token counts are kept in 32 bits by the kernels
 # module:function or FILE.py:function
@@ -34,11 +34,11 @@ MONTH = 30 * 24 * 3600.0  # the longest time limit, in seconds
 class ConfigError(ValueError):
     """A user's mistake in the configuration. The message is one line."""
 
-    exit_code = 2
+    exit_code = 2  # of the process (`cli.exit_code`)
 
 
 def expectation(error: Mapping[str, Any]) -> str:
-    """Return the message of one of pydantic's errors as ours are written: `expected a valid integer`."""
+    """Return the message of one of pydantic's errors in the form of our own: `expected a valid integer`."""
     message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
     message = message.replace("a valid boolean", "true or false").replace(
         "True, False", "true, false"
@@ -47,7 +47,10 @@ def expectation(error: Mapping[str, Any]) -> str:
 
 
 def first_mistake(error: ValidationError) -> str:
-    """Format the first mistake that pydantic found: place, what was expected, and the value, which our checks name."""
+    """Format the first mistake that pydantic found: place, what was expected, and the value.
+
+    The value is left out of errors of our own checks ("value_error"), whose message has it already.
+    """
     first = error.errors(include_url=False)[0]
     place = "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
@@ -62,7 +65,7 @@ def shown(value: Any) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return the text. Raises ValueError unless it can be a path, an address or a column's name in JSON."""
+    """Return the text. Raises ValueError for control characters, and for lone surrogates, which UTF-8 cannot encode."""
     for character in text:
         if character < " " or character == "\x7f":
             raise ValueError(f"expected text without control characters (got {text[:80]!r})")
@@ -75,6 +78,7 @@ Text = Annotated[str, Field(max_length=4096), AfterValidator(_clean)]
 
 
 def _joined(given: Any) -> Any:
+    """Return a list of TOML as text with commas between; other values as they are, for pydantic to check."""
     return ",".join(map(str, given)) if isinstance(given, list) else given
 
 
@@ -90,10 +94,15 @@ Seconds = Annotated[float, Field(gt=0, le=MONTH)]
 
 
 class Needs:
-    """Metadata of a field: the option has an effect only where one of `settings` holds. Several of them must all hold.
+    """Metadata of a field: the option has an effect only where at least one of `settings` holds.
 
-    A setting is `section.key`, which must differ from its default (a switch that is on by default: must be on),
-    `section.key=value` or `section.key!=value`. `load` refuses options without effect.
+    Where a field has several `Needs`, each of them must be satisfied. `effects.py` reads them, and `load` refuses an
+    option without effect.
+
+    settings  each in one of these forms:
+              "section.key"         the option differs from its default; a boolean: it is true
+              "section.key=value"   the option has this value, as str() writes it; a list: contains it
+              "section.key!=value"  the option has another value
     """
 
     def __init__(self, *settings: str) -> None:
@@ -106,7 +115,7 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        strict=True,
+        strict=True,  # a number in quotes is no number, and true is none either
         allow_inf_nan=False,
         validate_default=False,
         protected_namespaces=(),
@@ -115,7 +124,10 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_typed(cls, given: Any) -> Any:
-        """TOML and JSON have lists only. An option whose default is None is `auto` there."""
+        """Return the values of a file in Python's types: lists become tuples, and "auto" becomes None.
+
+        Only where the option's default is a tuple or None. Strict mode would refuse a list for a tuple.
+        """
         if not isinstance(given, dict):
             return given
         values = dict(given)

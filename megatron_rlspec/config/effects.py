@@ -1,4 +1,4 @@
-"""Options that a user gave and that have no effect beside other settings (`Needs`)."""
+"""Find options that a user gave and that have no effect, because another option switches their part off (`Needs`)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from megatron_rlspec.config.base import Needs, Section
 
 
 def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for every option that the other settings leave without effect.
+    """Yield a line for every option that the other options leave without effect. An option at its default has no line.
 
-    given  options that a user gave -> rank of their source. Where a source of higher rank switched off what an option
-           needs, the option is no mistake: a command line changes what a file says.
+    given  options that a user gave -> rank of their source: 1 a file, 2 the command line (`load.py`). An option in a
+           file may lose its effect by the command line: that is no mistake, because the command line changes what a
+           file says.
     """
     for name, rank in given.items():
         value, field = option(config, name)
         if field is None or value == field.default:
             continue
         for needs in lacking(config, field):
+            # names of the options that it needs, each once and in order
             others = list(dict.fromkeys(_name(setting) for setting in needs.settings))
             if not any(given.get(other, 0) > rank for other in others):
                 now = " and ".join(f"{other}={_text(option(config, other)[0])}" for other in others)
@@ -28,7 +30,7 @@ def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
 
 
 def lacking(config: Section, field: FieldInfo) -> Iterator[Needs]:
-    """Yield what a field needs and the other settings do not give."""
+    """Yield each `Needs` of a field that the configuration does not satisfy."""
     for needs in field.metadata:
         if isinstance(needs, Needs) and not any(
             _holds(config, setting) for setting in needs.settings
@@ -46,20 +48,24 @@ def option(config: Section, name: str) -> tuple[Any, FieldInfo | None]:
 
 
 def _text(value: Any) -> str:
+    """Return a value as a command line states it."""
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return (text.lower() if isinstance(value, bool) else text)[:100]
 
 
 def _name(setting: str) -> str:
+    """Return the option's name in a setting of `Needs`."""
     return setting.partition("=")[0].removesuffix("!")
 
 
 def _holds(config: Section, setting: str) -> bool:
+    """Return whether a setting of `Needs` holds. Raises ValueError for a name that is no option: a bug."""
     name, equals, wanted = setting.partition("=")
     value, field = option(config, name.removesuffix("!"))
     if field is None:
         raise ValueError(f"Needs({setting!r}): no such option")
     if not equals:
         return value if isinstance(value, bool) else bool(value != field.default)
+    # an empty tuple compares as "", so that "rollout.urls=" holds without addresses
     texts = [str(part) for part in value] or [""] if isinstance(value, tuple) else [str(value)]
     return (wanted in texts) != name.endswith("!")

@@ -1,4 +1,8 @@
-"""Defaults, a TOML file over them, and command-line options over both."""
+"""Make the configuration: defaults, a TOML file over them, and command-line options over both.
+
+`load` and `load_replay` are the entries, and `options` lists every option. A wrong option raises ConfigError with one
+line. Types and bounds are checked by the sections themselves (`base.py`); here are conversion and messages.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +26,20 @@ from megatron_rlspec.texts import printable
 
 LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
 TRUE = ("true", "1", "yes", "on")
-RECORDED = ("model.", "algorithm.", "replay.run", "train.record")  # a replay cannot change these
+RECORDED = ("model.", "algorithm.", "replay.run", "train.record")  # beginnings of options that a replay cannot change
 FALSE = ("false", "0", "no", "off")
+# `arguments.SHORT` shortens these in the short help text
 _METAVARS: dict[Any, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option: its dotted name, its default, what it means, and what it accepts in short, as `{mtp,eagle3}`."""
+    """One option, for help texts and docs/configuration.md.
+
+    name     `section.key`
+    help     the field's description
+    metavar  what it accepts, in short, such as `{mtp,eagle3}` or `INTEGER`
+    """
 
     name: str
     default: Any
@@ -38,7 +48,7 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """Return the default as a command line states it."""
+        """Return the default as a command line states it; "auto" for None."""
         if self.default is None:
             return AUTO
         if isinstance(self.default, tuple):
@@ -57,7 +67,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 
 
 def _given(tree: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, int]:
-    """Return the options of a file and of a command line by the rank of their source."""
+    """Return the options that a user gave -> rank of their source for `effects.useless`: file 1, command line 2."""
     tables = {section: table for section, table in tree.items() if isinstance(table, dict)}
     in_file = {f"{section}.{key}": 1 for section, table in tables.items() for key in table}
     return in_file | dict.fromkeys(overrides, 2)
@@ -69,7 +79,13 @@ def _validated(
     overrides: Mapping[str, str],
     given: Mapping[str, int],
 ) -> Config:
-    """Return the configuration of the tables with the overrides. Of `given` each option must have an effect."""
+    """Return the configuration of the tables with the overrides. Raises ConfigError.
+
+    path       stands in messages of options that the command line did not give
+    tree       tables by section; changed here
+    overrides  `section.key` -> text of the command line
+    given      options of which each must have an effect, as `_given` returns them
+    """
     fields = dict(_fields())
     for dotted, text in overrides.items():
         section, _, key = dotted.partition(".")
@@ -78,6 +94,7 @@ def _validated(
             raise ConfigError(
                 f"{path}: {section}: expected a table [{section}] (got {shown(table)})"
             )
+        # an unknown name goes in, too: the section refuses it, and the message names the nearest options
         table[key] = _converted(text, fields[dotted]) if dotted in fields else text
     _expand_home(tree)
     try:
@@ -90,13 +107,16 @@ def _validated(
 
 
 def _located(line: str, path: str | Path | None, overrides: Mapping[str, str]) -> str:
-    """Name the file before a line that begins with an option, unless the command line gave that option."""
+    """Return `line`, which begins with an option's name, behind the file's name unless the command line gave it."""
     on_command_line = re.split("[=:]", line, maxsplit=1)[0] in overrides
     return line if on_command_line or not path else f"{path}: {line}"
 
 
 def _expand_home(tree: dict[str, Any]) -> None:
-    """Replace the ~/ that begins a path, also behind a comma, as a shell does in words of their own."""
+    """Replace a ~/ at the begin of a value or behind a comma by the home directory, in place.
+
+    A shell does that only for whole words, and a TOML file has no shell.
+    """
     home = f"{Path.home()}/"
     for table in tree.values():
         if isinstance(table, dict):
@@ -108,7 +128,8 @@ def _expand_home(tree: dict[str, Any]) -> None:
 def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str]) -> Config:
     """Return the configuration of a replay: that of the recorded `run`, then the TOML file, then the overrides.
 
-    Raises ConfigError, also for options that change what was recorded.
+    Raises ConfigError, also for options that change what was recorded. Only options that this command was given must
+    have an effect: those of the recorded run served its training.
     """
     recorded = Path(run) / "config.json"
     try:
@@ -125,11 +146,15 @@ def load_replay(run: str, path: str | Path | None, overrides: Mapping[str, str])
     if "train.run_dir" not in changed:
         raise ConfigError("train.run_dir is not set; expected a directory for the replay")
     tree["replay"] = {"run": run}
-    of_the_run = {"record_gib": 0.0, "resume": False, "save_best": False}
-    for section, table in (("train", of_the_run), *own.items()):
-        held = tree.get(section)
+    # what concerned the recorded run only, and no replay
+    run_only = {"record_gib": 0.0, "resume": False, "save_best": False}
+    for section, table in (("train", run_only), *own.items()):
+        recorded_table = tree.get(section)
+        # anything else than a table is a mistake, which the check of the sections tells
         tree[section] = (
-            held | table if isinstance(held, dict) and isinstance(table, dict) else table
+            recorded_table | table
+            if isinstance(recorded_table, dict) and isinstance(table, dict)
+            else table
         )
     config = _validated(path or recorded, tree, overrides, changed)
     if not config.drafter.train:
@@ -156,18 +181,19 @@ def _read(path: str | Path | None) -> dict[str, Any]:
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the field of every option, in the order of the sections in `Config`."""
     for section, outer in Config.model_fields.items():
         for key, field in type(outer.default).model_fields.items():
             yield f"{section}.{key}", field
 
 
 def _converted(text: str, field: FieldInfo) -> Any:
-    """Convert a command-line text to this field's type. Returns the text itself, for the error, if that fails."""
+    """Convert a command-line text to this field's type. If that fails, return the text: the section then refuses it."""
     kind = _kind(field)
     if kind is bool:
         return {**dict.fromkeys(TRUE, True), **dict.fromkeys(FALSE, False)}.get(text.lower(), text)
     if get_origin(kind) is tuple:
-        if text.startswith("["):
+        if text.startswith("["):  # a list as in TOML, for texts with commas in them
             try:
                 return tomllib.loads(f"list = {text}")["list"]
             except ValueError:
@@ -185,6 +211,7 @@ def _kind(field: FieldInfo) -> Any:
 
 
 def _number(text: str, kind: Any) -> Any:
+    """Return the text as an int or a float; the text itself if it is none."""
     try:
         return kind(text)
     except ValueError:
@@ -192,11 +219,13 @@ def _number(text: str, kind: Any) -> Any:
 
 
 def _of_integers(field: FieldInfo) -> bool:
+    """Return whether the parts of a tuple field may be integers: they are neither plain `str` nor a `Literal`."""
     kind = get_args(field.annotation)[0]
     return kind is not str and get_origin(kind) is not Literal
 
 
 def _metavar(field: FieldInfo) -> str:
+    """Return what a field accepts, in short."""
     if field.default is None:
         return f"{AUTO} or {_METAVARS[_kind(field)]}"
     kind = field.annotation
@@ -208,6 +237,7 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _one_line(error: ValidationError) -> str:
+    """Return the first mistake as one line, which begins with the option's name."""
     first = error.errors(include_url=False)[0]
     dotted = ".".join(str(part) for part in first["loc"] if not isinstance(part, int))
     if first["type"] == "extra_forbidden":
@@ -238,6 +268,7 @@ def unknown_option(dotted: str) -> str:
         near = [name for name in names if name.rpartition(".")[2] in closest]
     if near:
         hint = f"did you mean {' or '.join(near)}?"
+    # an option of another project: what stands for it here says more than a name that resembles it
     if answer := answer_to(dotted):
         hint = f"here: {answer}"
     return f"unknown option {printable(dotted)[:80]}; {hint}"
