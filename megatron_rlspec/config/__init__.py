@@ -2,6 +2,10 @@
 
 `load` takes the defaults, a TOML file over them, and dotted command-line options over both. `rlspec train --help` is
 made of the fields. A wrong option raises `ConfigError`: one line with the option, its value and what was expected.
+
+The name of an option is a format: a run writes all of them to its config.json (`run/recording.py`), from which
+`rlspec replay` reads them. If you add, rename or describe one, run `tools/configuration_page.py`; other projects' names
+for it are in `other_names.toml`.
 """
 
 from megatron_rlspec.config.algorithm import AlgorithmConfig

@@ -9,9 +9,10 @@ from pydantic import Field, model_validator
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Section, Weight
 from megatron_rlspec.config.model import LONGEST
 
-# In the first optimizer step of a rollout the ratio to log-probs that the trainer recomputes is 1. The weight
-# p_trainer / p_engine is 1 where the engine's log-probs stand for the trainer's. A user's loss gets all options.
+# Where options of the ratio have an effect. In the first optimizer step of a rollout the ratio to log-probs that the
+# trainer recomputes is 1, so it takes engine log-probs, several updates, or a user's loss, which gets all options.
 RATIO = Needs("algorithm.old_logprobs=engine", "train.updates_per_rollout", "algorithm.loss")
+# Where tis_clip has an effect. With old_logprobs=engine the weight p_trainer / p_engine is 1.
 WEIGHT = Needs("algorithm.old_logprobs=recompute", "algorithm.loss")
 
 
@@ -68,8 +69,8 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> AlgorithmConfig:
-        for name, known in (("loss", "policy_gradient"), ("advantage", "group")):
+        for name, built_in in (("loss", "policy_gradient"), ("advantage", "group")):
             value = getattr(self, name)
-            if value != known and not FUNCTION.fullmatch(value):
-                raise ValueError(f"{name}={value}: expected {known} or module:function")
+            if value != built_in and not FUNCTION.fullmatch(value):
+                raise ValueError(f"{name}={value}: expected {built_in} or module:function")
         return self

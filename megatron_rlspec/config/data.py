@@ -13,9 +13,12 @@ from megatron_rlspec.config.base import Files, Name, Needs, Section, Text
 
 
 def _template_arguments(given: Any) -> Any:
-    """Return an object of JSON, or of NAME=VALUE,NAME=VALUE as in TOML. Raises ValueError."""
+    """Return the object that a command line states as JSON, or as NAME=VALUE,NAME=VALUE with values of TOML.
+
+    A comma within a value needs the form as JSON. Raises ValueError.
+    """
     if not isinstance(given, str):
-        return given
+        return given  # a table of a TOML file
     if given.startswith("{"):
         return json.loads(given)
     return tomllib.loads(given.replace(",", "\n"))
@@ -64,12 +67,13 @@ class DataConfig(Section):
 
     @property
     def evaluated(self) -> dict[str, str]:
-        """Return the paths of held-out prompts by the name of their set; "" is that of `eval_path`."""
+        """Return name of the set -> path, of all held-out prompts. The set of `eval_path` has the name ""."""
         further = dict(named.split("=", 1) for named in self.eval_sets)
         return {"": self.eval_path, **further} if self.eval_path else {}
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
+        # a name becomes a part of metrics' names, as in eval/NAME/ (`run/recording.py`)
         for named in self.eval_sets:
             if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}=.+", named, re.ASCII):
                 raise ValueError(

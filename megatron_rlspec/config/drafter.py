@@ -17,7 +17,7 @@ from megatron_rlspec.config.base import (
     Tokens,
 )
 
-LOSSES = ("ce", "forward_kl")
+LOSSES = ("ce", "forward_kl")  # those of `losses/drafter.py`; anything else is a function of the user's
 
 
 class DrafterConfig(Section):
@@ -133,10 +133,16 @@ class DrafterConfig(Section):
 
     @property
     def separate(self) -> bool:
-        """Return whether updates are passes of their own over stored rollouts, not part of the policy's step."""
+        """Return whether the drafter's updates are passes of their own over stored rollouts.
+
+        The extension `drafter_schedules` makes them. Otherwise they are a part of the policy's step.
+        """
         return self.overlap or self.replay != "none"
 
     @property
     def learns_part(self) -> bool:
-        """Return whether the drafter may learn from a part of a step's samples, in the policy's step."""
+        """Return whether the drafter may learn from a part of a step's samples (`share`), in the policy's step.
+
+        How large a part, and which samples: `chosen_samples` in `run/drafter_training.py`.
+        """
         return not self.separate and self.share != 1

@@ -37,12 +37,16 @@ class ParallelConfig(Section):
 
     @property
     def packed(self) -> int:
-        """Return the number of which the tokens of a micro-batch are a multiple (`packing/pack.py`)."""
+        """Return the number of which the tokens of a micro-batch are a multiple: `batch_unit` in `packing/pack.py`.
+
+        Context parallelism cuts a sequence into two chunks for each rank; sequence parallelism cuts a rank's tokens
+        over the tensor-parallel ranks.
+        """
         halves = 2 if self.context > 1 else 1
         return self.context * math.lcm(halves, self.tensor if self.sequence else 1)
 
     def expert_problem(self, world: int) -> str:
-        """Say in one line why `expert` does not fit a job of `world` ranks; "" if it does."""
+        """Return in one line why `expert` does not fit a job of `world` ranks; "" if it does."""
         replicas = world // (self.tensor * self.pipeline)
         if replicas % self.expert == 0:
             return ""

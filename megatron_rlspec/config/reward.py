@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Seconds, Section
 
-BUILT_IN = ("exact", "math")
+BUILT_IN = ("exact", "math")  # of `tasks/rewards.py`
 KINDS = f"{', '.join(BUILT_IN)}, FILE.py:function or module:function"
 SIGNATURE = "f(*, prompt: str, response: str, label: str, metadata: dict) -> float | dict"
 

@@ -22,6 +22,7 @@ from megatron_rlspec.config.model import Length
 from megatron_rlspec.types import Sampling
 
 MOST_SAMPLES = 2**20  # of one step
+# http(s)://HOST, then perhaps :PORT and /PATH; HOST may be an IPv6 address in brackets
 ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[^\s:/]+)(:[1-9]\d{0,4})?(/\S*)?")
 Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]
 
@@ -106,12 +107,12 @@ class RolloutConfig(Section):
 
     @property
     def oldest(self) -> int:
-        """Return how many versions a token may be behind the policy that trains on it."""
+        """Return how many versions a token may be behind the policy that trains on it; 0: it is that policy's."""
         return self.staleness + self.partial
 
     @property
     def sampling(self) -> Sampling:
-        """Return how rollouts sample."""
+        """Return how rollouts sample; evaluations change the temperature."""
         return Sampling(
             self.temperature,
             self.top_p,
@@ -123,7 +124,7 @@ class RolloutConfig(Section):
 
     @property
     def begun_prompts(self) -> int:
-        """Return the prompts that a rollout draws at a time."""
+        """Return how many prompts a rollout has in progress; with `partial` twice those of a step, to go on later."""
         return 2 * self.prompts_per_step if self.partial else self.prompts_per_step
 
     @model_validator(mode="after")
@@ -142,6 +143,7 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"engine_options={self.engine_options}: {error}; expected options as in a shell"
             ) from None
+        # -1 is "no limit", as in SGLang
         if self.top_k == 0:
             raise ValueError("top_k=0 leaves no token to sample; expected 1 or more, or -1 for all")
         if 0 < self.temperature < 0.001:

@@ -1,4 +1,8 @@
-"""The whole configuration of a run, and the checks between its sections."""
+"""The whole configuration of a run, and the checks between its sections.
+
+A check of one section stands in that section. `_consistent` here has checks that hold for every command; `check_run`
+and `check_answer` have those that depend on the command and on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        # Messages begin with the option, which `load` looks for to name the file (`load._located`).
         coupled = self.keyed and self.spec.drafts == "coupled"
         if self.spec.ragged and self.rollout.engine == "sglang" and not coupled:
             raise ValueError(
@@ -96,8 +101,9 @@ class Config(Section):
 
     @property
     def _unweighted(self) -> bool:
-        """Return whether tokens of an older policy enter the loss without an importance weight."""
+        """Return whether tokens of an older policy would enter the loss without an importance weight."""
         algorithm, rollout = self.algorithm, self.rollout
+        # a user's loss weighs as it likes; with old_logprobs=engine the ratio itself is the weight
         weighs = algorithm.loss == "policy_gradient" and algorithm.old_logprobs == "recompute"
         # mask_offpolicy keeps samples that ended before their group did
         older = rollout.staleness or rollout.partial
@@ -105,10 +111,10 @@ class Config(Section):
 
     @property
     def spare(self) -> int:
-        """Return how many positions at the end of the model's context an engine cannot fill.
+        """Return how many positions at the end of an engine's context cannot hold tokens of a sample.
 
-        SGLang reserves one position for each token of a round, and refuses prompts that come closer than six positions
-        to the end. The embedded engine fills all of them: 0.
+        SGLang reserves one position for each token of a round (1 + drafts), and refuses prompts that end less than six
+        positions before the end of the context. The embedded engine fills all positions: 0.
         """
         return max(6, 1 + max(self.spec.steps)) if self.rollout.engine == "sglang" else 0
 
@@ -122,7 +128,7 @@ class Config(Section):
 
     @property
     def longest_prompt(self) -> int:
-        """Return the most tokens of a prompt that leave room for a response of every allowed length."""
+        """Return the most tokens of a prompt: max_length less max_new_tokens, so that every response has room."""
         return self.model.max_length - self.rollout.max_new_tokens
 
     def generates(self, command: Command) -> bool:
@@ -134,15 +140,18 @@ class Config(Section):
             return bool(self.sft.eval_every and self.data.eval_path)
         return command == "train" or self.replay.policy_step >= 0
 
-    def check_run(self, command: Command, world_size: int, because: str = "") -> None:
+    def check_run(self, command: Command, world_size: int, ranks_origin: str = "") -> None:
         """Raise ConfigError if a run of this command cannot start with these options on `world_size` ranks.
 
-        because  says in the message where the number of ranks comes from, such as "--ranks is 3"
+        world_size    trainer ranks of the job
+        ranks_origin  says in the message where the number of ranks comes from, such as "--ranks is 3"; "": the message
+                      has the number
         """
-        for problem in self._problems(command, world_size, because):
+        for problem in self._problems(command, world_size, ranks_origin):
             raise ConfigError(problem)
 
-    def _problems(self, command: Command, world_size: int, because: str) -> Iterator[str]:
+    def _problems(self, command: Command, world_size: int, ranks_origin: str) -> Iterator[str]:
+        """Yield a line for every option with which `check_run` refuses the run, the most basic ones first."""
         if not self.model.path:
             yield (
                 "model.path is empty; expected a Hugging Face directory of policy and MTP tensors; "
@@ -156,6 +165,7 @@ class Config(Section):
             yield "data.path is empty; expected a .jsonl or .parquet file to train on"
         if command != "train" and self.train.save_best:
             yield "train.save_best=true keeps the best policy of `rlspec train`; expected false"
+        # the default says nothing: it is no mistake without data.eval_path
         evaluates = self.train.eval_every not in (0, TrainConfig().eval_every)
         if command == "train" and evaluates and not self.data.eval_path:
             yield f"train.eval_every={self.train.eval_every}, but data.eval_path is empty; expected a file, or 0"
@@ -175,12 +185,13 @@ class Config(Section):
                     f"sft.held_out={self.sft.held_out} measures a drafter that is trained; expected sft.held_out=0, or "
                     "drafter.train=true"
                 )
-        yield from self._problems_of_layout(world_size, because)
-        yield from self._problems_of_tail(world_size, because)
+        yield from self._problems_of_layout(world_size, ranks_origin)
+        yield from self._problems_of_tail(world_size, ranks_origin)
 
     def _problems_of_groups(self) -> Iterator[str]:
         """Yield options with which all samples of a group get the same reward, so that no advantage remains."""
         algorithm = self.algorithm
+        # a user's advantage may need no differences; dynamic sampling drops groups of equal rewards in any case
         if algorithm.advantage != "group" and not algorithm.dynamic_sampling:
             return
         rollout = self.rollout
@@ -190,16 +201,18 @@ class Config(Section):
         if rollout.temperature == 0 and not rollout.function:
             yield f"rollout.temperature=0 {equal}, which are all the same text; expected more than 0"
 
-    def _problems_of_layout(self, world_size: int, because: str) -> Iterator[str]:
+    def _problems_of_layout(self, world_size: int, ranks_origin: str) -> Iterator[str]:
+        """Yield parallel sizes that do not divide the ranks, and sizes that cannot hold one sample."""
         parallel = self.parallel
         shards = parallel.tensor * parallel.pipeline * parallel.context
         sizes = f"parallel.tensor={parallel.tensor} x pipeline={parallel.pipeline} x context={parallel.context}"
         if world_size % shards:
-            yield f"{sizes} needs a multiple of {shards} ranks, but {because or world_size}"
+            yield f"{sizes} needs a multiple of {shards} ranks, but {ranks_origin or world_size}"
         if problem := parallel.expert_problem(world_size):
             yield problem
         room = self.train.tokens_per_micro_batch
         longest = self.model.max_length
+        # `packing/pack.py` uses micro-batches of the largest multiple of `packed`
         if room // parallel.packed * parallel.packed < longest:
             rounded = (
                 f", in multiples of {parallel.packed} by {sizes}," if parallel.packed > 1 else ""
@@ -207,7 +220,8 @@ class Config(Section):
             yield f"train.tokens_per_micro_batch={room}{rounded} cannot hold one sample of model.max_length={longest}"
         yield from self._small_cache()
 
-    def _problems_of_tail(self, world_size: int, because: str) -> Iterator[str]:
+    def _problems_of_tail(self, world_size: int, ranks_origin: str) -> Iterator[str]:
+        """Yield options that moves of samples and changes of tensor-parallel size (`extensions/migration/`) forbid."""
         tail = self.tail
         sizes = ",".join(map(str, tail.tp))
         option = ""
@@ -228,22 +242,24 @@ class Config(Section):
             measure = f"python benchmarks/round_costs.py FILE --model DIR --tp {sizes}"
             yield f"tail.tp={sizes} needs tail.cost_table; `{measure}` writes it"
         if world_size % tail.tp[-1]:
-            yield f"tail.tp={sizes} needs a multiple of {tail.tp[-1]} ranks, but {because or world_size}"
+            yield f"tail.tp={sizes} needs a multiple of {tail.tp[-1]} ranks, but {ranks_origin or world_size}"
 
     def _small_cache(self) -> Iterator[str]:
+        """Yield a line if rollout.max_total_tokens is too small for one sample; 0 leaves the size to the engine."""
         longest = self.model.max_length
         room = self.rollout.max_total_tokens
         needed = longest
         reason = ""
         if self.rollout.engine == "sglang":
-            # Its rounds overlap, and it ends an only sample without room for two.
+            # Its overlap scheduler prepares the next round while one runs, so a sample needs room for two rounds. It
+            # ends a sample that runs alone without this room.
             needed += max(6, 2 * (1 + max(self.spec.steps)) + 2)
             reason = f" and what SGLang needs behind it; expected at least {needed}"
         if 0 < room < needed:
             yield f"rollout.max_total_tokens={room} cannot hold one sample of model.max_length={longest}{reason}"
 
     def check_answer(self) -> None:
-        """Raise ConfigError if `rlspec answer` cannot be started so."""
+        """Raise ConfigError if `rlspec answer` cannot start with these options."""
         if not self.model.path:
             raise ConfigError(
                 "model.path is empty; expected a Hugging Face directory; `rlspec answer --help` shows one"

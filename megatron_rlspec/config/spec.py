@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 from megatron_rlspec.config.base import Needs, Section
 from megatron_rlspec.types import OFF, Drafts, SpecConfig, Verifier
 
-MOST_DRAFTS = 64  # drafter passes of one round; SGLang's buffers grow with them
+# Most drafter passes of one round. SGLang's buffers grow with them, and the embedded engine's cache has this many
+# columns beyond the longest sample (`rollout/embedded/engine.py`).
+MOST_DRAFTS = 64
 
 DraftSteps = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
 
@@ -58,11 +60,11 @@ class SpecSection(Section):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Return the numbers of drafts that an engine may be told."""
+        """Return the numbers of drafts between which the run's engines switch; 0 is `types.OFF`."""
         return {"off": (0,), "fixed": (self.num_steps,), "adaptive": self.candidate_steps}[
             self.mode
         ]
 
     def config(self) -> SpecConfig:
-        """Return the configuration that mode=fixed runs and other modes start with."""
+        """Return the configuration that mode=fixed runs, and with which other modes start: without drafts."""
         return SpecConfig.of(self.num_steps) if self.mode == "fixed" else OFF

@@ -17,7 +17,8 @@ from megatron_rlspec.config.base import (
     Weight,
 )
 
-MOST_SEED = 2**31 - 1  # ranks and parts add small numbers to it, and some generators take 32 bits
+# Some generators take 32 bits, and other streams have this seed plus a small number (`train/step.py`).
+MOST_SEED = 2**31 - 1
 
 
 class OptimizerConfig(Section):
@@ -126,6 +127,7 @@ class TrainConfig(Section):
     @field_validator("eval_temperature")
     @classmethod
     def _a_temperature(cls, value: float) -> float:
+        """Refuse negative numbers other than -1, which the field's bounds allow."""
         if -1 < value < 0:
             raise ValueError("expected 0 or more, or -1 for rollout.temperature")
         return value
