@@ -112,7 +112,7 @@ def run(act: Callable[[], object]) -> int:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or importlib.util.find_spec(package):
-            raise  # no package of an extra, or installed without this module of it: a bug
+            raise  # no package of an extra, or one that is installed and lacks a module: a bug
         install = f"pip install 'megatron_rlspec[{EXTRAS[package]}]'"
         return _complain(f"this command needs {package}, which is not installed here: {install}", 2)
     except (KeyboardInterrupt, Interrupted) as error:
@@ -121,7 +121,7 @@ def run(act: Callable[[], object]) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        # these errors can concern one rank alone; others happen on every rank alike
+        # These errors can concern one rank alone. Most others happen on every rank alike, and rank 0 prints them.
         every_rank = getattr(error, "every_rank", False) or _out_of_memory(error)
         return _complain(_message(error), code, every_rank)
     return result if isinstance(result, int) else 0

@@ -113,7 +113,7 @@ class Fit:
 def with_distributed(config: Config, world: int) -> Config:
     """Return the configuration with optimizer.distributed decided: `auto` is on if parameters have several replicas.
 
-    It stays off for float64, which Megatron's distributed optimizer does not have (`train/optimizer.py`).
+    It stays off for float64: Megatron's distributed optimizer keeps gradients in float32 (`train/optimizer.py`).
 
     world  ranks of the job
     """

@@ -5,7 +5,7 @@ ones in descending order, so two numbers describe them: how many stay, and the s
 than `CUT` tokens stay, the `CUT` largest values give both numbers. Rows in which more tokens may stay are then sorted
 whole, `WHOLE_ROWS` at a time. A row without limits is not sorted again: all its tokens stay.
 
-Which tokens stay must equal SGLang's choice, or the embedded engine, SGLang and the trainer sample different texts.
+The tokens that stay must be those of SGLang, or the embedded engine and SGLang sample different texts.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class Request:
     """One sample to generate. Under the position-keyed verifier its text depends only on seed, prompt and weights.
 
     id       no id may be a prefix of another, because SGLang aborts by prefix. So ids have numbers of fixed width
-    seed     of the noise, not negative and below 2³¹ (`noise.seed_of`)
+    seed     of the noise; `noise.seed_of` makes seeds from 0 to 2³¹ - 1
     partial  the engine continues this sample and returns the whole of it; `Sampling.max_new_tokens` counts from the
              first response token
     """
@@ -244,8 +244,8 @@ class Sample:
     loss_mask [L] float32          1 where the token itself is a trained response token; 0 on the prompt, and on tokens
                                    that the policy did not write (`rollout/conversation.py`)
     behaviour_logprobs [L] float32 log-probability under the policy that sampled the token; 0 on the prompt
-    status                         finished: by an end token or a stop string; truncated: at `max_new_tokens`; aborted:
-                                   stopped from outside, and not complete
+    status                         finished: by an end token or a stop string; truncated: at `max_new_tokens` or at the
+                                   end of the context; aborted: stopped from outside, and not complete
     policy_versions                spans (version, first, last + 1) of response tokens, in order and without gaps; the
                                    first response token has index 0. `packing/pack.py` refuses gaps
     accepted                       histogram over verify rounds: accepted[i] rounds delivered 1 + i tokens

@@ -185,7 +185,7 @@ def draw(
     """
     requests = []
     for i, prompt in enumerate(prompts):
-        # the factor keeps the seeds of a million prompts apart; below 2**31, as `types.Request` needs it
+        # the factor keeps the seeds of a million prompts apart; below 2**31 as those of `noise.seed_of`
         prompt_seed = (seed * 1_000_003 + i) & 0x7FFF_FFFF
         # numbers of fixed width: no id may be the beginning of another (`types.Request`)
         requests.append(Request(f"{name}-s{seed:06d}-p{i:06d}", prompt, prompt_seed))
