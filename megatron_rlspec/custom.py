@@ -136,6 +136,18 @@ class FunctionError(ConfigError):
     every_rank = True
 
 
+class Unwound(BaseException):
+    """Ends a function of the user's from inside a call that it made (`rollout/conversation.py`).
+
+    It is no Exception, so that `except Exception` in the user's code does not catch it.
+    """
+
+
+# Errors that this package raises through the user's code: no mistakes of that code. Signals raise Interrupted.
+OURS = (Unwound, Interrupted)
+MOST = 2.0**127  # the largest advantage: tensors of float32 hold it
+
+
 def is_function(text: str) -> bool:
     """Return whether an option's value names a function instead of something built in."""
     return ":" in text
@@ -182,26 +194,12 @@ def _check_signature(option: str, function: Any) -> None:
         raise ConfigError(f"{option}: {error}; expected a function of one argument") from None
 
 
-def named(option: str, own: Callable[..., Any]) -> str:
+def named(option: str, function: Callable[..., Any]) -> str:
     """Return how the message of an error begins: `OPTION=NAME (FILE:LINE)` for a function that `load` returned.
 
     Tests and Python callers pass plain functions. For these it is `option`.
     """
-    return str(getattr(own, "named", option))
-
-
-MOST = 2.0**127  # the largest advantage: tensors of float32 hold it
-
-
-class Unwound(BaseException):
-    """Ends a function of the user's from inside a call that it made (`rollout/conversation.py`).
-
-    It is no Exception, so that `except Exception` in the user's code does not catch it.
-    """
-
-
-# Errors that this package raises through the user's code: no mistakes of that code. Signals raise Interrupted.
-OURS = (Unwound, Interrupted)
+    return str(getattr(function, "named", option))
 
 
 def described(error: BaseException) -> str:

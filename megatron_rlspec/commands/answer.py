@@ -77,8 +77,8 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
 def layout(config: Config) -> GpuLayout:
     """Return which GPUs each engine has. Raises ConfigError if there are too few.
 
-    The layout is empty for one engine, without GPUs, for the embedded engine, and with rollout.urls: an engine that this
-    command starts then sees every GPU.
+    The layout is empty for one engine, without GPUs, for the embedded engine, and with rollout.urls. An engine that
+    this command starts then sees every GPU.
     """
     rollout = config.rollout
     gpus = devices(os.environ, torch.cuda.device_count())
