@@ -1,4 +1,7 @@
-"""[algorithm]: the policy's loss."""
+"""[algorithm]: the policy's loss. `losses/grpo.py` computes it, and `run/batches.py` the advantages.
+
+The user's own functions get this whole section (`custom.py`), so the names of its options are their interface.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[data]: prompts to train and to evaluate on."""
+"""[data]: prompts to train and to evaluate on. `tasks/data.py` reads the files, and `tasks/columns.py` the rows."""
 
 from __future__ import annotations
 

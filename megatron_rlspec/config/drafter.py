@@ -1,4 +1,8 @@
-"""[drafter]: how the drafter is trained."""
+"""[drafter]: how the drafter is trained.
+
+`train/drafter_step.py` trains it within the policy's step. `extensions/drafter_schedules/` reads update_every, overlap,
+replay, replay_tokens and reward_weight.
+"""
 
 from __future__ import annotations
 

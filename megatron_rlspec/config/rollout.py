@@ -1,4 +1,7 @@
-"""[rollout]: the engines that generate, and how they sample."""
+"""[rollout]: the engines that generate, and how they sample.
+
+`rollout/start.py` starts the engines, and `run/generation.py` draws prompts and samples.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from megatron_rlspec.config.base import (
 from megatron_rlspec.config.model import Length
 from megatron_rlspec.types import Sampling
 
-MOST_SAMPLES = 2**20  # of one step
+MOST_SAMPLES = 2**20  # of one step; also bounds other counts of samples, and top_k
 # http(s)://HOST, then perhaps :PORT and /PATH; HOST may be an IPv6 address in brackets
 ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[^\s:/]+)(:[1-9]\d{0,4})?(/\S*)?")
 Samples = Annotated[int, Field(gt=0, le=MOST_SAMPLES)]

@@ -1,4 +1,8 @@
-"""[spec]: speculative decoding."""
+"""[spec]: speculative decoding.
+
+`rollout/start.py` hands it to the engines. An engine that is started by hand has the same options (`rlspec serve`,
+`rollout/sglang/http/serve.py`), with the defaults of this section.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""[tail]: what happens while a rollout ends with a few long samples."""
+"""[tail]: what happens while a rollout ends with a few long samples. `extensions/migration/` does it."""
 
 from __future__ import annotations
 

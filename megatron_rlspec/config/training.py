@@ -1,4 +1,7 @@
-"""[optimizer], [health], [train]: the steps of a run."""
+"""[optimizer], [health], [train]: the steps of a run.
+
+`train/optimizer.py` reads [optimizer]; `run/session.py` and its parts read [health] and [train].
+"""
 
 from __future__ import annotations
 
