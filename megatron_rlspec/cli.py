@@ -41,7 +41,8 @@ FOREIGN = {
 }
 # commands that compute with the model in their own process
 COMPUTING = ("train", "sft", "replay", "answer")
-GPU_DEVICE = "/dev/nvidiactl"  # a file of NVIDIA's driver: tells of a GPU without an import of torch
+# a file of NVIDIA's driver: tells of a GPU without an import of torch
+GPU_DEVICE = "/dev/nvidiactl"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -258,7 +258,8 @@ def numbers(option: str, result: Any, count: int) -> np.ndarray:
         values = np.asarray(result, np.float64)
     except Exception:  # a tensor with a gradient, or no numbers
         values = np.zeros(())
-    if values.shape != (count,) or not (np.abs(values) <= MOST).all():  # NaN fails the comparison, too
+    # NaN fails the comparison, too
+    if values.shape != (count,) or not (np.abs(values) <= MOST).all():
         raise FunctionError(
             f"{option}: the function returned {shown(result)}; expected {count} finite numbers"
         )

@@ -108,7 +108,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
         partial = real.with_name(f".{real.name[-200:]}.{os.getpid()}.partial")
         try:
             yield partial
-            sync(partial)  # before the rename: else a crash of the machine can leave an empty file of the final name
+            # before the rename: else a crash of the machine can leave an empty file of the final name
+            sync(partial)
             os.replace(partial, real)
         except BaseException:
             partial.unlink(missing_ok=True)

@@ -27,7 +27,8 @@ PROCESS_BYTES = 2 * GIB
 SPARE = 0.05
 # What SGLang 0.5.23 leaves free when it is given no share (`arg_groups/memory_hook.py`).
 BASE = 512 * MIB  # for its attention
-PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)  # least memory of a GPU, prefilled tokens
+# least memory of a GPU, prefilled tokens
+PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)
 PREFILL_TOKEN = 3 * MIB // 2  # for each token of a prefill
 GRAPH_REQUEST = 2 * MIB  # for each request in a CUDA graph
 PREFILL_GRAPHS = 512 * MIB, 1536 * MIB  # for graphs of prefills, without and with latent attention
@@ -41,7 +42,8 @@ WORKSPACE = 512 * MIB
 # What a token keeps in each layer of a trainer for the backward pass. All are estimates.
 HIDDEN_ROWS = 13  # rows of the hidden size
 MLP_ROWS = 3  # rows of the MLP's width
-WHOLE_ROWS = 4  # of HIDDEN_ROWS, those that every tensor-parallel rank has whole without sequence parallelism
+# of HIDDEN_ROWS, those that every tensor-parallel rank has whole without sequence parallelism
+WHOLE_ROWS = 4
 CONTEXT_ROWS = 4  # further rows of the hidden size for each context-parallel rank beyond the first
 OUTPUT_CHUNKS = 2 * GIB  # most bytes of the output layer's logits: it computes them in chunks
 # Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).

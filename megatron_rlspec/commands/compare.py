@@ -41,7 +41,8 @@ from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig
 RESAMPLES = 2000  # of the prompts, for an interval
 MOST_REQUESTS = 256  # that the embedded engine decodes at once
 TOTAL_TOKENS = 131_072  # in the embedded engine's KV cache
-MARGIN = 64  # tokens in that cache beyond one whole sample: a round also writes drafts that are refused
+# tokens in that cache beyond one whole sample: a round also writes drafts that are refused
+MARGIN = 64
 MOST_NEW_TOKENS = 1024  # by default
 STEPS = (1, 3, 5)  # default numbers of drafts a round
 

@@ -80,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _add_eagle3(options)
         else:
             _convert(options)
-    except ValueError as error:  # checks of models raise ValueError or a subclass; a ConfigError is shown in one line
+    except ValueError as error:
+        # checks of models raise ValueError or a subclass; a ConfigError is shown in one line
         raise ConfigError(str(error)) from None
     except OSError as error:
         error.filename = error.filename or options.target  # a write to a full disk names no file

@@ -21,7 +21,8 @@ from megatron_rlspec.config.base import (
     Tokens,
 )
 
-LOSSES = ("ce", "forward_kl")  # those of `losses/drafter.py`; anything else is a function of the user's
+# those of `losses/drafter.py`; anything else is a function of the user's
+LOSSES = ("ce", "forward_kl")
 
 
 class DrafterConfig(Section):

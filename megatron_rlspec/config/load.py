@@ -26,7 +26,8 @@ from megatron_rlspec.texts import printable
 
 LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
 TRUE = ("true", "1", "yes", "on")
-RECORDED = ("model.", "algorithm.", "replay.run", "train.record")  # beginnings of options that a replay cannot change
+# beginnings of options that a replay cannot change
+RECORDED = ("model.", "algorithm.", "replay.run", "train.record")
 FALSE = ("false", "0", "no", "off")
 # `arguments.SHORT` shortens these in the short help text
 _METAVARS: dict[Any, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
