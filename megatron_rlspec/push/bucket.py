@@ -1,7 +1,12 @@
 """Buckets: tensors that travel together, laid out once in one piece of memory for all engines that take them.
 
-The tensors' bytes follow one another. In memory for requests a safetensors header comes first
-(https://huggingface.co/docs/safetensors: 8 bytes of its length, then JSON), so that a bucket is a request's body.
+The tensors' bytes follow one another, in the order of `Bucket.names`. In `headed` memory a safetensors header comes
+first (https://huggingface.co/docs/safetensors: 8 bytes of its length, then JSON), so that a bucket is the body of an
+HTTP request.
+
+The other side is in the engines. `rollout/sglang/bucket_checks.py` reads a bucket with a header. For one without,
+`Bucket.described` travels in a request beside it (`client/transport.py`), and the engine cuts it up by that:
+`unpacked` does where the engine opened the trainer's GPU memory, SGLang's own code after a broadcast.
 """
 
 from __future__ import annotations
@@ -16,14 +21,14 @@ from torch import Tensor
 
 Named = tuple[str, Tensor]
 
-_ATTENTION = ".self_attn."
-_ALIGNED = 8  # bytes; the widest number
-# Engines refuse tensors of other types.
+_ATTENTION = ".self_attn."  # in the Hugging Face names of all families (`models/families.py`)
+_ALIGNED = 8  # bytes of the widest number: the data begin at a multiple of it
+# safetensors' names of number types. Engines refuse tensors of other types (`DTYPES` of `bucket_checks.py`).
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def bucket_bytes(memory: Memory | None = None) -> int:
-    """Return about how many bytes one bucket in this memory has.
+    """Return about how many bytes one bucket in this memory should have. None: no memory, tensors are not copied.
 
     Without a GPU buckets are small, because the system takes time to fill new pages on both sides. With a GPU they are
     larger, because every request takes a fixed time. In CPU memory they have 512 MiB: engines take them through shared
@@ -39,16 +44,18 @@ def bucket_bytes(memory: Memory | None = None) -> int:
 
 
 def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
-    """Yield lists of at least one tensor and about `limit` bytes; tensors of one attention module stay in one list.
+    """Split the tensors, in their order, into lists of at most `limit` bytes, for one `Bucket` each.
 
-    SGLang's loaders for latent attention fuse two projections if they come in one call, and drop them if not.
+    A list is longer than `limit` if one tensor is, or if it must stay together: tensors of one attention module that
+    follow one another stay in one list. SGLang's loader for latent attention fuses `q_a_proj` and
+    `kv_a_proj_with_mqa` if both come in one call, and drops a single one.
     """
     bucket: list[Named] = []
     gathered_bytes = 0
-    last = ""
+    last_module = ""
     for name, tensor in tensors:
-        module, attention, _ = name.rpartition(_ATTENTION)
-        together = bool(attention) and module == last
+        module, attention, _ = name.rpartition(_ATTENTION)  # without attention, `module` is ""
+        together = bool(attention) and module == last_module
         full = gathered_bytes + tensor.nbytes > limit
         if bucket and full and not together:
             yield bucket
@@ -56,13 +63,16 @@ def buckets(tensors: Iterable[Named], limit: int) -> Iterator[list[Named]]:
             gathered_bytes = 0
         bucket.append((name, tensor))
         gathered_bytes += tensor.nbytes
-        last = module
+        last_module = module
     if bucket:
         yield bucket
 
 
 def sizes_of(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of bytes of each tensor. `dtypes` and `shapes` are those of `Bucket.described`."""
+    """Return the number of bytes of each tensor. `dtypes` (such as "bfloat16") and `shapes` as in `Bucket.described`.
+
+    `unpacked` needs it, and `scheduler/bucket_memory.py`, which must know how many bytes to copy from a handle.
+    """
     sizes = []
     for dtype, shape in zip(dtypes, shapes, strict=True):
         sizes.append(math.prod(shape) * getattr(torch, dtype).itemsize)
@@ -72,7 +82,11 @@ def sizes_of(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[int
 def unpacked(
     data: Tensor, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[Named]:
-    """Return views of the tensors in `data`, the bytes of a bucket, as `Bucket.described` names them."""
+    """Return the tensors of a bucket, named. They are views of `data`, which must stay unchanged while they are used.
+
+    data                   uint8 [sum of `sizes_of`], as `Bucket.data` returns it, on any device
+    names, dtypes, shapes  of `Bucket.described`
+    """
     parts = data.split(sizes_of(dtypes, shapes))
     tensors = []
     for name, part, dtype, shape in zip(names, parts, dtypes, shapes, strict=True):
@@ -83,10 +97,12 @@ def unpacked(
 class Memory:
     """Two pieces of memory for buckets, used in turn: one is filled while the other one travels.
 
-    Between pushes CPU memory is kept, pinned if there is a GPU, and GPU memory is returned.
+    Between pushes CPU memory is kept, pinned if there is a GPU; GPU memory is given back, since the trainer's step
+    needs it. A transport owns it (`rollout/sglang/client/transport.py`), so engines with one transport share it, and
+    a bucket is laid out once for all of them. Not thread-safe: `update.py` fills one bucket at a time.
 
     headed  buckets begin with a safetensors header
-    joint   all engines with this memory take a bucket in one call of `send`
+    joint   all engines with this memory take a bucket in one call of `RolloutEngine.send`
     """
 
     def __init__(
@@ -95,21 +111,24 @@ class Memory:
         self.device = torch.device(device)
         self.headed = headed
         self.joint = joint
-        self._pieces: list[Tensor] = []  # the one that was used last is the last one
+        self._pieces: list[Tensor] = []  # at most two; the last one was used last
 
     def turn(self, needed: int) -> Tensor:
-        """Return the piece that was not used last, of at least `needed` bytes, uint8. Its bucket must have arrived."""
+        """Return the piece that was not used last, uint8 of at least `needed` bytes.
+
+        It is overwritten, so the last bucket but one must have arrived everywhere; `Update.send` waits for that.
+        """
         piece: Tensor | None = None
         if len(self._pieces) == 2:
             piece = self._pieces.pop(0)
         if piece is None or piece.numel() < needed:
-            piece = None  # frees it before a larger one is made
+            piece = None  # frees the smaller piece first, so that both do not take memory at the same time
             piece = self._make(needed)
         self._pieces.append(piece)
         return piece
 
     def close(self) -> None:
-        """End a push."""
+        """End a push: give GPU memory back. The memory can be used again."""
         if self.device.type != "cpu":
             self._pieces.clear()
 
@@ -119,21 +138,23 @@ class Memory:
 
 
 class Bucket:
-    """Tensors under their checkpoint's names, those of the widest numbers first.
+    """Tensors under the names of their Hugging Face checkpoint, those of the widest numbers first.
 
     memory  the tensors are copied into a piece of it, and `tensors` is empty afterwards. None: nothing is copied, and
-            `tensors` holds them
+            `tensors` holds them, for an engine in this process
     """
 
     def __init__(self, tensors: Sequence[Named], memory: Memory | None = None) -> None:
+        # Without padding between tensors, each one then begins at a multiple of its numbers' size. A view of the bytes
+        # in its own number type needs that.
         self.tensors = sorted(tensors, key=lambda named: -named[1].element_size())
         self.names = [name for name, _ in self.tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in self.tensors]
         self.shapes = [list(tensor.shape) for _, tensor in self.tensors]
         self.bytes = sum(tensor.nbytes for _, tensor in self.tensors)
-        self._piece: Tensor | None = None
-        self._begin = 0
-        self._copied: Any = None
+        self._piece: Tensor | None = None  # uint8; it may be longer than the bucket
+        self._begin = 0  # bytes of the header
+        self._copied: Any = None  # the CUDA event after the last copy; None: copied already
         if memory is not None:
             self._pack(memory)
 
@@ -150,36 +171,40 @@ class Bucket:
             part.view(tensor.dtype).view(tensor.shape)
             for part, tensor in zip(parts, tensors, strict=True)
         ]
+        # Copies from a GPU run while the exporter makes the next tensors; `_packed` waits for them by the event.
         torch._foreach_copy_(places, tensors, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors):
             self._copied = torch.cuda.Event()
             self._copied.record()
-        self.tensors = []
+        self.tensors = []  # so that the exporter's copies can be freed
 
     @property
     def described(self) -> dict[str, list[Any]]:
-        """Say in JSON what `data` holds."""
+        """Return what `data` holds, in its order, for JSON. The keys are fields of `rollout/sglang/schemas.py`."""
         return {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
 
     def file(self) -> Tensor:
-        """Return the safetensors file, uint8 on the CPU, in `headed` memory."""
+        """Return the whole safetensors file, uint8. Only for a bucket in `headed` memory."""
         return self._packed()[: self._begin + self.bytes]
 
     def data(self) -> Tensor:
-        """Return the tensors' bytes, one after the other."""
+        """Return the tensors' bytes, one after the other, uint8, without the header."""
         return self._packed()[self._begin : self._begin + self.bytes]
 
     def _packed(self) -> Tensor:
+        """Return the piece of memory, once the copies into it have ended."""
         assert self._piece is not None, "not packed"
         if self._copied is not None:
             self._copied.synchronize()
         return self._piece
 
     def _header(self) -> bytes:
+        """Return the header of a safetensors file, padded so that the data begin at a multiple of 8 bytes."""
         entries = {}
         offset = 0
         for name, tensor in self.tensors:
             place = [offset, offset + tensor.nbytes]
+            # An unknown type is named all the same, so that the engine's refusal names it.
             kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
             entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
             offset += tensor.nbytes

@@ -1,8 +1,11 @@
-"""The canary: after a push every engine answers a few prompts with a fixed chain of drafts.
+"""The canary: after a push every engine answers a few prompts, with a fixed number of drafts per round.
 
 Fingerprints compare bits. They cannot detect a wrong exporter (swapped halves, a wrong scale, shards in the wrong
-order), because the engine then holds exactly what the exporter sent. The acceptance of the canary depends on what the
-engine computes, and falls.
+order), because the engine then holds exactly what the exporter sent. But the engine then computes something else, so
+it accepts fewer drafts.
+
+Thresholds and the findings are in `detectors.py`. `health.py` runs the canary in our own loop,
+`integrations/slime/speculation.py` inside slime.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_findi
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig
 
-CANARY_PROMPTS = 16
+CANARY_PROMPTS = 16  # how many prompts every engine answers; callers cut their list of prompts to it
 
 
 @dataclass(frozen=True)
 class CanaryResult:
     """The result of one engine's canary.
 
+    findings  () if the answers are good, or if there are none (then `error` says why)
     accepted  [num_steps + 1] rounds that accepted 0, 1, ... drafts; empty if the engine does not speculate or failed
     error     why the engine did not answer; "" if it did
     """
@@ -35,12 +39,12 @@ class CanaryResult:
 
     @property
     def accept_length(self) -> float:
-        """Return tokens per round; NaN without rounds."""
+        """Return tokens per round, the target's own token included; NaN without rounds."""
         return accept_length(self.accepted)
 
 
 def canary_metrics(results: Iterable[CanaryResult], seconds: float) -> dict[str, float]:
-    """Return `health/canary_*`: tokens per round over all engines, if any has drafted, and the time that it took."""
+    """Return `health/canary_*`: seconds that canaries took, and tokens per round over all engines, if any drafted."""
     metrics = {"health/canary_seconds": seconds}
     total = pooled(result.accepted for result in results)
     if any(total):
@@ -49,17 +53,20 @@ def canary_metrics(results: Iterable[CanaryResult], seconds: float) -> dict[str,
 
 
 class Canary:
-    """Runs canaries within their share of the time. Keeps the accept length of each engine's last good canary."""
+    """Runs canaries on engines, says when one is due, and keeps the accept length of each engine's last good one.
+
+    seconds  duration of all canaries together; callers take differences
+    """
 
     def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
         self._runs = 0
-        self.seconds = 0.0  # duration of all canaries together
+        self.seconds = 0.0
         self._began = time.perf_counter()  # when the first one began
-        self._accept_lengths: dict[str, float] = {}
+        self._accept_lengths: dict[str, float] = {}  # of the last good canary, by the engine's name
 
     def due(self) -> bool:
-        """Return whether a canary is among the first, or all took at most `canary_share` of the time since then."""
+        """Return whether the next canary may run: by `canary_first`, or by `canary_share` of `HealthSettings`."""
         if self._runs < self.settings.canary_first:
             return True
         return self.seconds <= self.settings.canary_share * (time.perf_counter() - self._began)
@@ -75,12 +82,15 @@ class Canary:
     ) -> dict[str, CanaryResult]:
         """Run the canary on all `engines` at once, and check the answers.
 
-        versions  by engine, the version stamp that every answer must carry
+        engines   by name
+        versions  by the engine's name, the version stamp that every token of an answer must carry
         chain     drafted in every round; None in a run without speculation: then only the stamps are checked
-        expected  accept length under `chain`. The floor comes from the lower one of `expected` and the engine's last
-                  good canary, because acceptance on the first tokens of answers differs from acceptance on the rest
+        expected  accept length that the rounds of whole answers have under `chain`; None: unknown. The floor comes
+                  from the lower one of `expected` and the engine's last good canary, because acceptance on the first
+                  tokens of answers differs from acceptance on the rest
 
-        Afterwards the engine still runs `chain`, which the caller must replace.
+        Afterwards the engines still run `chain`, and none of them is held. The caller must set their rule, or hold
+        them, again. An engine that fails has an `error` in its result; nothing is raised for it.
         """
         if not engines:
             return {}
@@ -106,7 +116,7 @@ class Canary:
         return results
 
     def remember(self, name: str, result: CanaryResult) -> None:
-        """Keep this result as the engine's last good one."""
+        """Keep this result as the engine's last good one. Call it for a result without findings only."""
         if not math.isnan(result.accept_length):
             self._accept_lengths[name] = result.accept_length
 
@@ -122,11 +132,13 @@ class Canary:
         chain: SpecConfig | None,
         expected: float | None,
     ) -> CanaryResult:
+        """Turn an engine's answers into its result. Arguments as in `run`; called from a thread per engine."""
         findings = []
         if stamp := stamp_finding(samples, version, version):
             findings.append(stamp)
         if chain is None:
             return CanaryResult(tuple(findings))
+        # The row of zeros makes the histogram at least this long, and the slice makes it no longer.
         length = chain.num_steps + 1
         counts = pooled([[0] * length, *(sample.accepted for sample in samples)])
         accepted = tuple(counts[:length].tolist())
@@ -147,14 +159,16 @@ def _generate(
     sampling: Sampling,
     chain: SpecConfig | None,
 ) -> list[Sample]:
+    """Return one engine's answers to the prompts. Raises EngineError."""
     requests = []
     for i, prompt in enumerate(prompts):
-        # Fixed widths, because no id may be a prefix of another. The seed varies with the version.
+        # Fixed widths, because no id may be the prefix of another: SGLang aborts all requests whose id begins with the
+        # given one. The seed differs between all canaries, so that they do not repeat the same texts.
         request_id = f"canary-{version:08d}-{i:04d}"
         requests.append(Request(request_id, prompt, seed=version * len(prompts) + i))
     if chain is not None:
-        engine.release()
+        engine.release()  # a held engine only stores the configuration, and drafts nothing
         engine.set_config(chain)
     samples = engine.generate(requests, sampling)
-    engine.stats()  # these rounds are no rollout's
+    engine.stats()  # drops the canary's rounds: the speculation rule must learn from rollouts only
     return samples

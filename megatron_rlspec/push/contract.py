@@ -4,7 +4,8 @@
        └─► no finding ─► speculate                                   ├─► plain: the drafter may be wrong
                                                                      └─► drop: the target may be wrong
 
-`health.py` drives it.
+This file decides and formats; `health.py` pushes, examines, and carries the decisions out. To "hold" an engine means to
+disable its speculation until `release`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push.detectors import Finding
 
 logger = logging.getLogger(__name__)
-Findings = Mapping[str, Sequence[Finding]]  # by engine; an engine without findings is sound
+Findings = Mapping[str, Sequence[Finding]]  # by the engine's name; an engine with an empty sequence is sound
+# speculate: serve with drafts; plain: serve without drafts until a later push; drop: generate no samples
 Action = Literal["speculate", "plain", "drop"]
-_REASON_CHARACTERS = 500
+_REASON_CHARACTERS = 500  # of the reason that an engine stores and reports as `EngineDescription.held`
 
 
 class HealthError(RuntimeError):
@@ -31,7 +33,11 @@ class HealthError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The action for each engine. `records`: one for each engine with a finding, for the log."""
+    """The outcome of a push, as `judged` returns it.
+
+    actions  by the engine's name, for every engine that was pushed to
+    records  one for each engine with a finding after either push, for the log (`event` "health") and for `summary`
+    """
 
     actions: Mapping[str, Action]
     records: tuple[dict[str, Any], ...]
@@ -50,13 +56,16 @@ class Verdict:
 def judged(version: int, first: Findings, second: Findings) -> Verdict:
     """Choose an action for every engine.
 
-    first   findings after the push of `version`, for every engine
-    second  findings after a second push of all tensors, to the engines with a finding at least
+    first   findings after the push of `version`; the names of all engines, those without findings included
+    second  findings after a second push of all tensors. It went to the engines with a finding, perhaps to others, too
+
+    Only `second` decides. An engine that is not in `second` speculates, so every engine with a finding in `first` must
+    be in it.
     """
     actions: dict[str, Action] = {}
     records = []
     for name, findings in first.items():
-        # The second push may also reach engines without a finding after the first. Then its findings count.
+        # Inside slime the second push reaches all engines, also those without a finding after the first.
         lasting = second.get(name, ())
         actions[name] = "speculate"
         if lasting:
@@ -82,7 +91,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """Format a record in one line: engine, version, action, findings."""
+    """Format a record of `Verdict.records` in one line: engine, version, action, findings."""
     outcomes = {
         "speculate": "healthy after a second push",
         "plain": "no speculation until a later push",
@@ -93,10 +102,10 @@ def summary(record: Mapping[str, Any]) -> str:
 
 
 def hold(engine: RolloutEngine, findings: Sequence[Finding]) -> bool:
-    """Disable speculation until `release`. Returns False if the engine cannot be reached.
+    """Disable an engine's speculation until `release`. Returns False if the engine cannot be reached.
 
-    Such an engine keeps speculating. With a stale drafter it is slower, but its text is right, because the target
-    verifies it.
+    An engine that cannot be reached goes on speculating, and this is no error: with a stale drafter it is slower, but
+    its text is right, because the target verifies every draft.
     """
     try:
         engine.hold("; ".join(finding.message for finding in findings)[:_REASON_CHARACTERS])

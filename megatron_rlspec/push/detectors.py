@@ -1,4 +1,8 @@
-"""Turn observations of engines into findings. Pure functions."""
+"""Turn what was observed of one engine into a `Finding`, or None if it is healthy. Pure functions.
+
+`health.py` and `canary.py` call them after a push; `run/rollouts.py` calls `stamp_finding` before it trains on samples.
+`contract.py` decides what follows from the findings.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,25 @@ import numpy as np
 from megatron_rlspec.push.fingerprint import Difference
 from megatron_rlspec.types import Sample
 
-FLOOR_SHARE = 0.5  # of the predicted accepted drafts per round, which a canary must reach
-Z = 4.0  # a canary fails if its mean is so many standard errors below the floor
+# A canary must accept at least this share of the predicted accepted drafts per round. It is below 1, because drafts are
+# accepted at another rate on the first tokens of answers, and a canary has only these.
+FLOOR_SHARE = 0.5
+# A canary fails only if its mean is more than Z standard errors below the floor. Z is large, because a false alarm
+# costs a second push of all tensors.
+Z = 4.0
 
 Detector = Literal["session", "fingerprint", "stamp", "canary"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of one engine. `target`: the target may be wrong, not only the drafter."""
+    """A problem of one engine.
+
+    detector  "session" (the push itself failed), "fingerprint", "stamp" (a wrong version) or "canary"
+    message   one line for the log
+    target    True: the target model may be wrong, so the engine must not generate samples if the problem remains.
+              False: only the drafter may be wrong. Texts are then right, and only speed is lost
+    """
 
     detector: Detector
     message: str
@@ -29,13 +43,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class HealthSettings:
-    """Thresholds of the checks.
+    """When a canary runs, and how long it is.
 
-    canary_steps   drafts per round of the canary; the engine must be able to run such a chain
-    canary_tokens  the longest answer of a canary; many prompts with short answers take less time than few long ones
-    canary_first   the first pushes of a run, which all run a canary
-    canary_share   share of the time since the first canary that canaries may take. A later push beyond it runs no
-                   canary, unless an engine is held or accepted drafts have fallen
+    canary_steps   drafts per round of the canary; the engine must be able to draft that many
+    canary_tokens  the longest answer of a canary, in tokens. Many prompts with short answers take less time than few
+                   prompts with long ones
+    canary_first   number of canaries at the start of a run that run whatever they cost
+    canary_share   later ones run only while all canaries together took at most this share of the time since the first
+                   one began. `Health.push` runs a canary nevertheless if speculation is held off on an engine, or if
+                   its caller passes `suspicious`
     """
 
     canary_steps: int = 3
@@ -45,8 +61,12 @@ class HealthSettings:
 
 
 def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
-    """Check that every response token carries a version in [oldest, newest], before training on the samples."""
+    """Check that every response token carries a policy version in [oldest, newest], both included.
+
+    Returns the first problem. A sample of another version would be trained on as if the current policy had drawn it.
+    """
     for sample in samples:
+        # spans (version, first token, last token + 1) of the response, see `types.Sample`
         spans = sorted(sample.policy_versions, key=lambda span: span[1])
         for version, first, end in spans:
             if not oldest <= version <= newest:
@@ -65,7 +85,8 @@ def fingerprint_finding(
 ) -> Finding | None:
     """Return the finding of an engine that does not hold what it was sent; None if it does.
 
-    The target is sound if only tensors of the drafter differ.
+    is_drafter  returns whether a Hugging Face name is a tensor of the drafter. If only such tensors differ, the target
+                is sound
     """
     if difference.empty:
         return None
@@ -75,11 +96,14 @@ def fingerprint_finding(
 
 
 def canary_finding(accepted: Sequence[int], predicted: float | None) -> Finding | None:
-    """Check that a histogram of accepted drafts per round (index = accepted) reaches its floor.
+    """Check that the canary of an engine that speculates accepts enough drafts.
 
-    `predicted` is the expected accept length: tokens per round, with the target's own token. With None the canary only
-    has to speculate. The floor is `1 + FLOOR_SHARE (predicted - 1)`. The canary fails if the observed mean is more than
-    `Z` standard errors below it.
+    accepted   histogram: accepted[i] rounds accepted i drafts
+    predicted  expected accept length: tokens per round, of which 1 is the target's own token. None: any verified round
+               is enough
+
+    The floor is FLOOR_SHARE · (predicted - 1) accepted drafts per round. A finding never blames the target: texts do
+    not depend on what is drafted.
     """
     counts = np.asarray(accepted, dtype=np.float64)
     rounds = counts.sum()
@@ -87,11 +111,12 @@ def canary_finding(accepted: Sequence[int], predicted: float | None) -> Finding 
         return Finding("canary", "speculation is on, but no round was verified", target=False)
     if predicted is None:
         return None
-    values = np.arange(len(counts))
-    mean = float(counts @ values / rounds)
-    # Without accepted drafts the sample's variance is 0. The Bernoulli variance of the floor is a lower bound.
+    drafts = np.arange(len(counts))
+    mean = float(counts @ drafts / rounds)
     floor = FLOOR_SHARE * (predicted - 1)
-    variance = max(float(counts @ (values - mean) ** 2 / rounds), min(floor, 0.25))
+    # If no round accepts a draft, the observed variance is 0, and one round would be enough to fail. So the variance
+    # is at least about that of rounds that accept one draft with probability `floor`: p (1 - p) <= min(p, 1/4).
+    variance = max(float(counts @ (drafts - mean) ** 2 / rounds), min(floor, 0.25))
     if mean + Z * math.sqrt(variance / rounds) >= floor:
         return None
     message = (

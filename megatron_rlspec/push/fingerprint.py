@@ -1,12 +1,17 @@
-"""A fingerprint of one tensor's bits: exact, cheap, and a sum over its words, so that shards add up to the whole.
+"""A fingerprint of one tensor's bits: a sum over its 8-byte words, so that those of its shards add up to its own.
 
-With w_i the i-th 8-byte word (the last one filled up with zeros), lo and hi its halves, and odd pseudo-random a and b:
+With w_i the i-th 8-byte word (the last one filled up with zeros), lo and hi its 4-byte halves, and a and b tables of
+odd pseudo-random numbers:
 
     fingerprint = Σ_i a(i div R) · b(i mod R) · (hi_i, lo_i xor hi_i)   modulo 2⁶⁴,   R = 65,536
 
 One changed word always changes the sum, since a·b is odd. Any other change is missed with a probability of about 2⁻⁶⁴,
 or 2⁻³² in the worst case, where only topmost bits change. The exclusive-or serves that case: without it two flipped
-signs would cancel. The length is not part of it: compared tensors have one shape on both sides.
+signs would cancel. Neither shape nor dtype is part of it: compared tensors have one shape and dtype on both sides.
+
+The formula is fixed. Trainer and engines compute it in different processes and compare the results, and
+`models/tensor_file.py` stores it in checkpoints as a checksum: after a change of any constant here, older checkpoints
+would count as damaged. The implementations for CPUs (numpy) and GPUs (torch) must return the same number.
 """
 
 from __future__ import annotations
@@ -21,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ROW = 1 << 16  # words: half a megabyte, which stays in a core's cache through all passes
-_ROWS_ON_GPU = 128  # that are summed at once: 64 MiB
+_ROW = 1 << 16  # R, in words: half a megabyte, which stays in a core's cache through all passes
+_ROWS_ON_GPU = 128  # rows that are summed at once, 64 MiB: it bounds the GPU memory for intermediate results
 _WORD = 8  # bytes
-_LOW = (1 << 32) - 1  # masks the sign, which a shift of int64 repeats
+_LOW = (1 << 32) - 1  # clears the upper half after a shift of int64, which fills it with copies of the sign bit
 _MODULUS = 1 << 64
-_THREAD = threading.local()
+_THREAD = threading.local()  # `row`: the array of `_mixed`; of each thread its own, as several fingerprint at once
 
 
 def fingerprint(tensor: Tensor, start: int = 0) -> int:
@@ -41,20 +46,23 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Compute the fingerprint of each tensor, as `of_parts`."""
+    """Compute the fingerprint of each whole tensor. The host waits for a GPU once."""
     return of_parts((tensor, 0) for tensor in tensors)
 
 
 def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
-    """Compute the fingerprint of each (tensor, start). The host waits for a GPU once."""
+    """Compute the fingerprint of each (tensor, start), with `start` as in `fingerprint`. The host waits for a GPU once.
+
+    Tensors are taken from `parts` one by one, so a generator may make and drop them.
+    """
     return read([unread(tensor, start) for tensor, start in parts])
 
 
 def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
-    """Start to compute a fingerprint; `read` finishes it. Arguments as of `fingerprint`.
+    """Start to compute a fingerprint, without waiting for a GPU; `read` finishes it. Arguments as of `fingerprint`.
 
-    Returns an integer for a tensor on the CPU, and int64 [] on the device for one on a GPU; 0 for an empty tensor. The
-    host does not wait for the GPU.
+    Returns a sum that is not yet reduced modulo 2⁶⁴: an integer for a tensor on the CPU, int64 [] on the device for
+    one on a GPU, and 0 for an empty tensor.
     """
     first_byte = start * tensor.element_size()
     if first_byte % _WORD:
@@ -74,14 +82,15 @@ def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
 
 
 def read(sums: Sequence[int | Tensor]) -> list[int]:
-    """Return the fingerprints of what `unread` returned. The host waits once for all results on GPUs."""
+    """Return the fingerprints, in [0, 2⁶⁴), of sums that `unread` returned. The host waits once for all on GPUs."""
     on_device = [value for value in sums if isinstance(value, Tensor)]
-    # sums of further devices travel to the first one
+    # Sums of further devices travel to the first one: `tolist` of one stacked tensor is the only wait.
     together = [value.to(on_device[0].device) for value in on_device]
     values = iter(torch.stack(together).tolist() if together else ())
     fingerprints = []
     for value in sums:
         number = next(values) if isinstance(value, Tensor) else value
+        # makes a GPU's signed number unsigned, and reduces a sum of two parts
         fingerprints.append(number % _MODULUS)
     return fingerprints
 
@@ -92,13 +101,15 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
     data   [n] uint8, n a multiple of 8
     first  index of the first word within the full tensor
 
-    On a CPU numpy computes it, because torch takes 1.5 times as long. Both multiply and add modulo 2⁶⁴.
+    On a CPU numpy computes it, because torch takes 1.5 times as long. Both multiply and add modulo 2⁶⁴: numpy in
+    uint64, and torch in int64, whose overflow wraps to the same bits.
     """
     if not len(data):
         return 0
     words: Any
     if data.is_cuda:
         at_once = _ROWS_ON_GPU
+        # A view as int64 needs an address and an offset that are multiples of 8. numpy reads from any address.
         if data.data_ptr() % _WORD or data.storage_offset() % _WORD:
             data = data.clone()
         words = data.view(torch.int64)
@@ -111,14 +122,15 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
     while done < len(words):
         # Rows are those of the full tensor, so a shard's first and last one may be partial.
         row, column = divmod(first + done, _ROW)
-        row %= _ROW
+        row %= _ROW  # a has R numbers, and begins anew after R rows
         width = _ROW
-        rows = min((len(words) - done) // _ROW, at_once, _ROW - row)
+        rows = min((len(words) - done) // _ROW, at_once, _ROW - row)  # `_ROW - row`: up to the end of a
         if column or not rows:
+            # one partial row: up to the end of the row, or of the shard
             width = min(_ROW - column, len(words) - done)
             rows = 1
         part = words[done : done + rows * width].reshape(rows, width)
-        mixed = _mixed(part)
+        mixed = _mixed(part)  # a new array or this thread's own: the words of the tensor do not change
         mixed *= column_factors[column : column + width]
         sums.append(mixed.sum(1) * row_factors[row : row + rows])
         done += rows * width
@@ -129,6 +141,8 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
 
 def _mixed(words: Any) -> Any:
     """Return for words [n, m] the pair (hi, lo xor hi) of the module's formula as one word each.
+
+    words  int64 on a GPU; uint64 of one row (n = 1) on a CPU
 
     The caller may change the result. On a CPU the next call of the same thread overwrites it.
     """
@@ -144,20 +158,24 @@ def _mixed(words: Any) -> Any:
 
 @cache
 def _factors(device: torch.device) -> tuple[Any, Any]:
-    """Return the factors a and b of the module's formula, [65,536] odd numbers each. a repeats after 32 GiB."""
+    """Return the factors a and b of the module's formula, [65,536] odd numbers each. a repeats after 32 GiB.
+
+    uint64 arrays for the CPU, int64 tensors of the same bits for a GPU.
+    """
     index = np.arange(_ROW, dtype=np.uint64)
     odd = np.uint64(1)
+    # The two index ranges do not overlap, so a and b are different numbers.
     factors = _mix(index + odd) | odd, _mix(index + np.uint64(1 << 40)) | odd
     if device.type == "cpu":
         return factors
     on_device = [
-        torch.from_numpy(one.view(np.int64)).to(device, non_blocking=True) for one in factors
+        torch.from_numpy(table.view(np.int64)).to(device, non_blocking=True) for table in factors
     ]
     return on_device[0], on_device[1]
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Apply splitmix64's finaliser, with wrap-around."""
+    """Apply the finaliser of the random generator splitmix64 to uint64 numbers, modulo 2⁶⁴. It is a bijection."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -165,7 +183,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Difference:
-    """Names that an engine lacks, has in addition to what it was sent, or holds with other bits."""
+    """How the tensors that an engine holds differ from those that it was sent: Hugging Face names, sorted.
+
+    missing    sent, but not held
+    extra      held, but not sent
+    differing  held with other bits
+    """
 
     missing: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
@@ -191,7 +214,7 @@ class Difference:
 
 
 def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
-    """Compare what an engine was sent with what it holds, both as name -> fingerprint."""
+    """Compare the tensors that an engine was sent (`expected`) with those that it holds, as name -> fingerprint."""
     common = expected.keys() & held.keys()
     differing = sorted(name for name in common if expected[name] != held[name])
     missing = sorted(expected.keys() - held.keys())
@@ -202,10 +225,12 @@ def compare(expected: Mapping[str, int], held: Mapping[str, int]) -> Difference:
 def as_delivered(
     delivered: Mapping[str, Mapping[str, int]], is_drafter: Callable[[str], bool]
 ) -> dict[str, int]:
-    """Join the fingerprints of what an engine's loaders of `target` and `drafter` were given.
+    """Join the fingerprints of the tensors that an engine's two loaders were given, for `compare`.
 
-    A push gives each loader all tensors, and each takes its own. So the drafter's tensors count by the drafter's loader
-    alone, and all others by the target's.
+    delivered  "target" and "drafter" -> name -> fingerprint, as the engine's route `control/delivered` answers
+
+    A push gives each loader all tensors, and each loads its own. So a tensor of the drafter counts only if the
+    drafter's loader was given it, and any other tensor only if the target's loader was.
     """
     joined = {}
     for name, mark in delivered["target"].items():

@@ -1,7 +1,7 @@
 """Health of engines: push, compare fingerprints, run the canary, act.
 
-`canary.py` sends prompts to the engines, `detectors.py` turns observations into findings, and `contract.py`, which has
-the picture, turns findings into actions.
+`push.py` sends the weights and compares fingerprints, `canary.py` sends prompts to the engines, `detectors.py` turns
+observations into findings, and `contract.py`, which has a picture of the whole, turns findings into actions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from megatron_rlspec.types import Prompt, Sampling, Scope, SpecConfig
 class HealthReport:
     """The result of `Health.push`.
 
-    pushes    the first push, and the second one if there was one
-    canaries  the last one of each engine that was asked
+    pushes          the first push, and the second one if there was one
+    verdict         what follows for each engine
+    canaries        by the engine's name, the last one of each engine that was asked
+    canary_seconds  duration of all canaries of this push
     """
 
     pushes: tuple[PushReport, ...]
@@ -44,15 +46,16 @@ class HealthReport:
 
 
 class Health:
-    """Pushes weights, checks the engines, and repairs them.
+    """Pushes weights, checks the engines, and repairs them. Not thread-safe.
 
+    pusher      pushes and compares fingerprints. Its `engines` may lose engines during a push, by another thread
     is_drafter  returns whether a Hugging Face name is a tensor of the drafter. If only such tensors differ, the target
                 is sound
-    speculate   sets an engine to the run's own rule or configuration, after canaries and repairs: (name, engine). None
-                in a run without speculation: the canary then checks version stamps only
-    canary      prompts that every engine answers after a push, under the rollouts' `sampling`. Without prompts only
-                fingerprints are compared
-    incident    called with the record of every incident, before an error is raised because of it
+    speculate   sets the run's own rule or configuration on an engine, after canaries and repairs: (name, engine). None
+                in a run without speculation: the canary then checks version stamps only, and nothing is held
+    canary      prompts that every engine answers after a push, under the rollouts' `sampling`. Without prompts no
+                canary runs: only the push's own errors and the fingerprints count
+    incident    called with each of `Verdict.records`, before `push` raises an error because of it
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Health:
         self.settings = settings or HealthSettings()
         self.incident = incident
         self._canary = Canary(self.settings)
+        # Names of engines that must pass a canary, if there are prompts, before they speculate: those whose speculation
+        # was disabled, and new ones.
         self._held: set[str] = set()
 
     def push(
@@ -85,24 +90,27 @@ class Health:
     ) -> HealthReport:
         """Push one version and check every engine.
 
+        version     the version stamp of every token that is sampled under these weights
+        source      as for `Pusher.push`; called again for a second push
         predicted   accept length under `settings.canary_steps` steps, as `expected` of `Canary.run`
         suspicious  run a canary even if canaries have used up their share of the time
 
-        Raises HealthError if no engine may serve, and PushError as `Pusher.push` does.
+        Engines with the action "drop" are not removed here: the caller must keep samples from them. Raises HealthError
+        if no engine may serve, and PushError as `Pusher.push` does.
         """
         seconds_before = self._canary.seconds
         canaries: dict[str, CanaryResult] = {}
         pushes = [self.pusher.push(version, source, scope)]
-        self._held &= self.pusher.engines.keys()  # others have left
+        self._held &= self.pusher.engines.keys()  # forgets engines that have left
 
         first = self._compare(pushes[0])
-        # Also if a canary is not due: a held engine gets its speculation back only after a good one (if there are
-        # prompts).
+        # An engine in `_held` must pass a canary first, so its canary runs even if none is due.
         if self._canary.due() or self._held or suspicious:
             self._ask(first, version, predicted, canaries)
         second: dict[str, list[Finding]] = {}
         doubted = [name for name, findings in first.items() if findings]
         if doubted:
+            # before the second push: if it raises, these engines stay without drafts
             for name in doubted:
                 self._hold(name, first[name])
             # all tensors, also after a push of the drafter alone: any of them may be wrong
@@ -110,9 +118,10 @@ class Health:
             second = self._compare(pushes[-1])
             self._ask(second, version, predicted, canaries)
         verdict = judged(version, first, second)
-        # again, because a canary releases the engine that it asks
+        # Held a second time, because a canary releases the engine that it asks.
         for name in verdict.engines("plain"):
             self._hold(name, second[name])
+        # The log comes before `_refuse`, which may end the run.
         for record in verdict.records:
             self.incident(record)
         for name in verdict.engines("speculate"):
@@ -122,13 +131,13 @@ class Health:
         return HealthReport(tuple(pushes), verdict, canaries, seconds)
 
     def join(self, name: str) -> None:
-        """Take a new engine of this name into account. The next push runs its canary and sets its speculation."""
+        """Say that a new engine has this name. The next push sends it all tensors, and every engine runs a canary."""
         self.pusher.forget(name)
         self._canary.forget(name)
         self._held.add(name)
 
     def _compare(self, report: PushReport) -> dict[str, list[Finding]]:
-        """Return by engine what a push itself and the fingerprints after it show."""
+        """Return, by every engine's name, the findings of the push itself and of the fingerprints after it."""
         findings: dict[str, list[Finding]] = {}
         for name, engine in report.engines.items():
             if engine.error:
@@ -145,11 +154,11 @@ class Health:
         predicted: float | None,
         canaries: dict[str, CanaryResult],
     ) -> None:
-        """Run the canary of every engine without a finding. Adds to `findings` and to `canaries`."""
+        """Run the canary of every engine in `findings` without a finding. Adds the results to both dictionaries."""
         if not self.prompts:
             return
-        engines = dict(self.pusher.engines)
-        sound = {n: engines[n] for n, found in findings.items() if n in engines and not found}
+        engines = dict(self.pusher.engines)  # a copy: another thread may remove an engine
+        sound = {name: engines[name] for name in findings if name in engines and not findings[name]}
         results = self._canary.run(
             sound,
             dict.fromkeys(sound, version),
@@ -161,22 +170,28 @@ class Health:
         for name, result in results.items():
             findings[name] += result.findings
             if result.error:
+                # An engine that does not answer cannot serve samples, whatever is wrong.
                 findings[name].append(Finding("canary", result.error, target=True))
         canaries.update(results)
 
     def _hold(self, name: str, findings: Sequence[Finding]) -> None:
+        """Disable the speculation of an engine, and remember it."""
         engine = self.pusher.engines.get(name)
-        # nothing to hold, or another thread has removed the engine
+        # a run without speculation, or an engine that another thread has removed
         if self.speculate is None or engine is None:
             return
         self._held.add(name)
         if not hold(engine, findings):
-            self.pusher.forget(name)  # the weights of an engine that does not answer are unknown
+            # The weights of an engine that does not answer are unknown: the next push sends it all tensors.
+            self.pusher.forget(name)
 
     def _resume(self, name: str, canary: CanaryResult | None) -> None:
-        """Let an engine speculate as the run wants it to.
+        """Let an engine speculate by the run's rule or configuration, which `speculate` sets.
 
-        Every sound engine, after every push: a canary or a hold may have changed it, or the trainer has a newer rule.
+        Called for every engine with this action after every push: a canary has set a chain of its own, a hold may be
+        on, or the trainer has a newer rule.
+
+        canary  of this push, without findings; None: none ran
         """
         if canary is not None:
             self._canary.remember(name, canary)
@@ -188,7 +203,7 @@ class Health:
 
 
 def _refuse(verdict: Verdict) -> None:
-    """Raise HealthError if no engine is left."""
+    """Raise HealthError with all findings if every engine has the action "drop"."""
     if any(action != "drop" for action in verdict.actions.values()):
         return
     lasting = []

@@ -9,7 +9,8 @@ Fingerprints and finite checks run where the tensors are, and are read once per 
 one of two pieces of memory, and all engines take it at once (`update.py`), by one call where they share a process
 group. Meanwhile the exporter makes the next bucket, which leaves when every engine has the one before.
 
-The exporter is a collective call: it is read to its end whatever fails. An engine that fails leaves, and the others go
+Only rank 0 pushes. The exporter is a collective call of all ranks (`exporting`): rank 0 reads it to its end even if
+every engine fails, since the other ranks would wait for ever. An engine that fails leaves the push, and the others go
 on. After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed` and serves nothing until
 a later push succeeds. `contract.py` decides what follows.
 """
@@ -35,11 +36,14 @@ from megatron_rlspec.push.fingerprint import Difference, compare, fingerprints
 from megatron_rlspec.push.update import Update
 from megatron_rlspec.types import Scope
 
-Source = Callable[[Scope], Iterable[Named]]
+Source = Callable[[Scope], Iterable[Named]]  # yields each full tensor once, under its Hugging Face name
 
 
 class PushError(RuntimeError):
-    """The trainer's side of a push failed: the exporter yielded a tensor that may not be sent to any engine."""
+    """The trainer's side of a push failed: the exporter yielded no tensor, or one that may not be sent to any engine.
+
+    On other ranks than 0: rank 0 failed, for any reason.
+    """
 
     exit_code = 1
 
@@ -48,8 +52,9 @@ class PushError(RuntimeError):
 class EngineReport:
     """One engine's part of a push.
 
-    error       why the engine may not serve; "" if the session succeeded
-    difference  between the tensors that it holds and the trainer's
+    sent_bytes  of all buckets that were sent to it, also if it failed later
+    error       why the update or the comparison of fingerprints failed; "" if neither did
+    difference  between the tensors that it holds and those that it was sent; empty if it was not compared
     """
 
     sent_bytes: int
@@ -65,8 +70,13 @@ class EngineReport:
 class PushReport:
     """One push.
 
+    scope                what was sent, which is more than the caller asked for if an engine lacked other tensors
+    seconds              from the call of `Pusher.push` to the end of the comparison
+    total_bytes          of the tensors, counted once
+    tensors              their number
     fingerprint_seconds  that the trainer took for fingerprints and finite checks
     verify_seconds       that the slowest engine took for its fingerprints
+    engines              by name, every engine that was pushed to
     """
 
     version: int
@@ -84,6 +94,7 @@ class PushReport:
         return {n: e.error or str(e.difference) for n, e in self.engines.items() if not e.ok}
 
     def metrics(self) -> dict[str, float]:
+        """Return `push/*`, which `records/metric_names.toml` describes."""
         return {
             "push/seconds": self.seconds,
             "push/bytes": float(self.total_bytes),
@@ -96,10 +107,13 @@ class PushReport:
 
 
 class Pusher:
-    """Push to engines, and remember the tensors that a comparison has shown in each of them.
+    """Push to engines, and remember what was sent, and which engines were shown to hold it. Not thread-safe.
 
-    engines     by name: `EnginePool.engines`, which changes with the pool
-    frozen      names of tensors that no push sends because they are not trained. Engines may hold them
+    engines   by name: `EnginePool.engines`, from which another thread may remove an engine during a push
+    frozen    Hugging Face names of tensors that no push sends because they are not trained. Engines may hold them
+    expected  name -> fingerprint of the newest tensors that were sent: what every engine should hold
+
+    `SlimePushes` in `integrations/slime/engines.py` overrides `push`.
     """
 
     def __init__(
@@ -108,7 +122,7 @@ class Pusher:
         self.engines = engines
         self.frozen = frozenset(frozen)
         self.expected: dict[str, int] = {}
-        self._proven: set[str] = set()  # engines that a comparison has shown to hold `expected`
+        self._proven: set[str] = set()  # names of engines that a comparison has shown to hold `expected`
 
     def push(
         self,
@@ -117,13 +131,16 @@ class Pusher:
         scope: Scope = "all",
         only: Sequence[str] | None = None,
     ) -> PushReport:
-        """Bring every engine to `version`; `source(scope)` yields full tensors under Hugging Face names.
+        """Bring every engine to `version`, and compare there what arrived.
 
-        only  names of the engines to push to; those that have left are skipped. None: all
+        version  the stamp that engines put on tokens from now on
+        source   called once with the scope; it yields full tensors under Hugging Face names
+        scope    which tensors to send. "target" and "drafter" become "all" unless a comparison has shown that every
+                 engine holds what was sent before. So the first push of an engine, and one after a failure, sends all
+        only     names of the engines to push to; those that have left are skipped. None: all
 
-        Another scope than "all" becomes "all" unless a comparison has shown that every engine holds the other tensors.
-        This is the case after a start and after a failure. Raises PushError if the exporter yields a name twice, NaN or
-        infinity; the engines then serve nothing until a later push.
+        An engine that fails is in `PushReport.failed`, and nothing is raised for it. Raises PushError if the exporter
+        yields no tensor, a name twice, NaN or infinity; the engines then serve nothing until a later push.
         """
         began = time.perf_counter()
         # a copy, because another thread may remove an engine during the push
@@ -132,17 +149,21 @@ class Pusher:
             engines = {name: engine for name, engine in engines.items() if name in only}
         if not self._proven.issuperset(engines):
             scope = "all"
-        self._proven.difference_update(engines)  # until the comparison
+        # From now on an engine may hold a part of the push. So it stays unproven if anything below raises.
+        self._proven.difference_update(engines)
         with Update(engines, version, scope) as update:
             sent, total, spent = _stream(source(scope), update)
+        # Another exception is an error of this program, not of an engine.
         for error in update.errors.values():
             if not isinstance(error, EngineError):
                 raise error
+        # A push of one part leaves the other part as it was.
         self.expected = sent if scope == "all" else {**self.expected, **sent}
         verified = time.perf_counter()
         differences, silent = ask_all(update.engines, self.compare_with)
         ended = time.perf_counter()
         reports = {}
+        # `update.engines` lacks those that failed; `sent_bytes` has all of them.
         for name, size in update.sent_bytes.items():
             failed = update.errors.get(name) or silent.get(name) or ""
             reports[name] = EngineReport(size, str(failed), differences.get(name, Difference()))
@@ -156,7 +177,7 @@ class Pusher:
     def compare_with(self, engine: RolloutEngine) -> Difference:
         """Return the difference between what an engine was sent and what it holds. Raises EngineError."""
         fingerprints = engine.fingerprints()
-        # An engine may hold frozen tensors that no push sends.
+        # Frozen tensors would count as `extra`, because no push sends them.
         for name in self.frozen - self.expected.keys():
             fingerprints.pop(name, None)
         return compare(self.expected, fingerprints)
@@ -170,15 +191,19 @@ class Pusher:
 def exporting(
     export: Source, number: Callable[[int], int] | None = None
 ) -> Iterator[Source | None]:
-    """Let rank 0 call a collective `export` as often as it likes, while the other ranks follow.
+    """Let rank 0 call a collective `export` as often as it likes, while the other ranks take part. All ranks enter it.
 
         with exporting(trainer.export) as source:
             if source is not None:          # rank 0
                 pusher.push(version, source)
 
     On the other ranks the body runs with None, after rank 0's body. If rank 0's body raises, they raise PushError.
+    Rank 0 must read each `source(scope)` to its end before the next call, and before the body ends.
 
-    number  returns rank 0's number on every rank; None: over this job's ranks
+    number  collective: returns rank 0's number on every rank, and ignores the numbers of the others. None: by a
+            message to the ranks of this job
+
+    Rank 0 sends one number for each export, the index of its scope, and at the end `done` or `failed`.
     """
     scopes: tuple[Scope, ...] = get_args(Scope)
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -189,6 +214,7 @@ def exporting(
     failed = len(scopes) + 1
     if dist.get_rank() == 0:
 
+        # No generator: the number must be sent when `source` is called, before anything of `export` runs.
         def source(scope: Scope) -> Iterator[Named]:
             number(scopes.index(scope))
             return iter(export(scope))
@@ -196,38 +222,38 @@ def exporting(
         try:
             yield source
         except BaseException:
-            number(failed)
+            number(failed)  # also for Ctrl-C: the other ranks wait in `number`
             raise
         number(done)
         return
-    while (order := number(done)) < done:
-        deque(export(scopes[order]), maxlen=0)
+    while (order := number(done)) < done:  # here `done` is any number: only rank 0's counts
+        deque(export(scopes[order]), maxlen=0)  # reads to the end and drops all: `export` communicates as it is read
     if order == failed:
         raise PushError("the push failed on rank 0")
     yield None
 
 
 def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], int, float]:
-    """Read the exporter to its end, even if engines fail, since the other ranks take part in it.
+    """Send the exporter's tensors in buckets. Read it to its end whatever fails: the other ranks take part in it.
 
-    Returns fingerprints by name, bytes, and seconds of fingerprinting. Raises PushError.
+    Returns fingerprints by name, bytes, and seconds of fingerprinting. Raises PushError, but only at the end.
     """
     marks: dict[str, int] = {}
     total = 0
     spent = 0.0
-    refused = ""
-    for lot in buckets(tensors, update.limit):
+    refused = ""  # why nothing more may be sent
+    for bucket in buckets(tensors, update.limit):
         began = time.perf_counter()
-        found, problem = _fingerprinted(lot)
+        bucket_marks, problem = _fingerprinted(bucket)
         refused = refused or problem
-        for name, tensor in lot:
+        for name, tensor in bucket:
             if name in marks:
                 refused = refused or f"the exporter gave {name} twice"
-            marks[name] = found[name]
+            marks[name] = bucket_marks[name]
             total += tensor.nbytes
         spent += time.perf_counter() - began
         if not refused:
-            update.send(lot)
+            update.send(bucket)
     if not marks:
         refused = "the exporter gave no tensor"
     if refused:
@@ -236,7 +262,7 @@ def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], i
 
 
 def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:
-    """Return fingerprints by name, and which tensor may not be sent; "" if all may."""
+    """Return fingerprints by name, and a line on the first tensor that may not be sent; "" if all may."""
     marks = {}
     problem = ""
     tensors = [tensor for _, tensor in bucket]
@@ -249,7 +275,10 @@ def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:
 
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Return for each tensor whether all of it is finite. Answers on a GPU are read together, with one wait."""
+    """Return for each tensor whether all its elements are finite. Answers on a GPU are read with one wait.
+
+    Tensors of integers and empty ones count as finite.
+    """
     finite = [True] * len(tensors)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -257,20 +286,25 @@ def _finite(tensors: Sequence[Tensor]) -> list[bool]:
             groups.setdefault((tensor.dtype, tensor.device), []).append(i)
     if not groups:
         return finite
+    # both in the order of `groups`, so that the i-th answer is of the i-th index
     indices = list(itertools.chain.from_iterable(groups.values()))
     answers = [finite_of([tensors[i] for i in group]) for group in groups.values()]
     for i, answer in zip(indices, torch.cat(answers).tolist(), strict=True):
         if not answer:
-            # A sum of finite numbers can be infinite.
+            # The answer of `finite_sums` may be wrong: a sum of finite numbers can be infinite. So look at this tensor
+            # alone. The wait for the GPU is rare.
             finite[i] = bool(torch.stack(torch.aminmax(tensors[i])).isfinite().all())
     return finite
 
 
 def finite_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return bool [n]: whether tensors of one dtype and device are finite; on a GPU, False also for very large ones."""
+    """Return bool [n] on their device: whether tensors of one dtype and device are finite. None may be empty.
+
+    On a GPU also False for a tensor of finite numbers whose sum overflows.
+    """
     if tensors[0].device.type != "cpu":
         return finite_sums(tensors)
-    # Into the smallest and the largest number NaN propagates.
+    # NaN propagates into the minimum and the maximum, so these two show every NaN and infinity.
     extremes: list[Tensor] = []
     for tensor in tensors:
         extremes += torch.aminmax(tensor)
@@ -278,7 +312,11 @@ def finite_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def finite_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return bool [n], by one call for all tensors: calls for each would take a GPU's host longer than the GPU."""
+    """Return bool [n]: whether the sum of absolute values is finite, which NaN and infinity make NaN or infinite.
+
+    One call serves all tensors, because the host would need longer to launch a call for each than the GPU to run it.
+    """
+    # In float16 itself the sum of a tensor would often overflow.
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return torch.isfinite(
         torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], 1, dtype=wide))
