@@ -1,8 +1,12 @@
 """Read a checkpoint of a run, RUN/checkpoints/step-N, as full tensors under canonical Megatron names.
 
-`train/checkpoint.py` writes it: a file for each shard of policy and drafter, numbered by tensor-parallel rank, pipeline
-stage and expert-parallel rank, in which layers and experts have the numbers that they have on their rank. The sizes are
-those of the model that the run started from, which the run's own config.json names.
+`train/checkpoint.py` writes it: a file for each shard of policy and drafter. File names, the prefixes of tensor names
+and the keys of layout.json below must be those that it writes (`_file`, `_tensors`), and the layout that of
+`train/step.py` (`_layout`). In a file, layers and experts have the numbers that they have on their rank; `_renumbered`
+makes them those of the whole model.
+
+The sizes of the model are not in the checkpoint. They are those of the model that the run started from, which the run's
+own config.json names.
 """
 
 from __future__ import annotations
@@ -23,19 +27,23 @@ from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical, la
 from megatron_rlspec.models.tensor_file import TensorFile
 
 LAYOUT = "layout.json"  # of every checkpoint of a run
+# Groups: the shard (the same for all replicas), then its tensor-parallel rank, expert-parallel rank and pipeline stage.
+# Files of random states (`generators-...`) do not match.
 _FILE = re.compile(
     r"((?:policy|drafter)(?:-experts)?-tensor(\d+)(?:-expert(\d+))?-pipeline(\d+))(?:-replica\d+)?\.safetensors"
 )
+# Prefixes of the model's own tensors in a file: parameters, and routers' biases. The rest is the optimizer's state.
 _HELD = ("parameter.", "bias.")
 
 
 class Layout(NamedTuple):
-    """What a checkpoint says of itself.
+    """What a checkpoint's layout.json says.
 
-    drafter  "mtp", "eagle3" or ""
+    drafter  the trained drafter: "mtp", "eagle3" or "" (none)
     tensor   the tensor-parallel size of the run
-    chosen   what config.json states beside the drafter: the sharpness of drafts
-    words    a text with the checksum of the words that an EAGLE-3 drafter drafts from; "" without such a drafter
+    chosen   keys to add to the drafter's config.json: the sharpness of drafts that training chose, under `STATED`
+    words    a text that ends in the CRC-32, in hex, of the token ids that an EAGLE-3 drafter drafts from
+             (`eagle3_identity` in `train/model.py`); "" without such a drafter
     """
 
     drafter: str
@@ -45,7 +53,10 @@ class Layout(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file of a checkpoint: its place in the layout, and canonical name -> name in the file."""
+    """A file of a checkpoint: its place in the layout, and canonical name -> name in the file.
+
+    The first three fields, in this order, are the sort key of `_shards`.
+    """
 
     pipeline: int
     expert: int
@@ -60,9 +71,11 @@ def is_run_checkpoint(path: Path) -> bool:
 
 
 def model_of(path: Path, moved: Path | None) -> tuple[Path, Path | None]:
-    """Return the directories of the model, and of the EAGLE-3 drafter, that the run started from.
+    """Return the directories of the model, and of the EAGLE-3 drafter, that the run started from; None: no drafter.
 
-    moved  where the model is now, if not where the run's config.json says
+    path   RUN/checkpoints/step-N; RUN/config.json has the options of the run
+    moved  where the model is now, if not where the run's config.json says. Then that file may be missing, too, and the
+           drafter's directory is unknown (None)
 
     Raises CheckpointError if the run's config.json is not beside the checkpoint, or its model is not there.
     """
@@ -96,9 +109,12 @@ def layout_of(path: Path) -> Layout:
 
 
 def spec_of(path: Path) -> Literal["te", "local"]:
-    """Return the layer specs of the run's ranks: Transformer Engine's hold norms in layers. Raises CheckpointError."""
+    """Return the layer specs of the run's ranks: with Transformer Engine's, linear layers hold the norms before them.
+
+    Raises CheckpointError.
+    """
     for shard in _shards(path):
-        if any(".layer_norm_weight" in own for own in shard.names.values()):
+        if any(".layer_norm_weight" in file_name for file_name in shard.names.values()):
             return "te"
     return "local"
 
@@ -106,16 +122,21 @@ def spec_of(path: Path) -> Literal["te", "local"]:
 def tensors_of(path: Path, table: NameTable, size: int) -> Lazy:
     """Return the full tensors of `table` that the checkpoint holds, read and joined on access.
 
-    `size`: the tensor-parallel size of the run. Raises CheckpointError if files are missing or damaged.
+    table  its layer specs must be those of the run (`spec_of`), because they decide how ranks cut tensors
+    size   the tensor-parallel size of the run
+
+    Tensors of `table` that no file holds are left out. Raises CheckpointError if files are missing or damaged.
     """
+    # canonical name -> its shards (file, name in the file), in the order of tensor-parallel ranks, as `unshard` needs
     parts: dict[str, list[tuple[TensorFile, str]]] = {}
     for shard in _renumbered(_shards(path)):
-        for name, own in shard.names.items():
-            parts.setdefault(name, []).append((shard.file, own))
+        for name, file_name in shard.names.items():
+            parts.setdefault(name, []).append((shard.file, file_name))
     makers: Makers = {}
     for name in table.rows:
         if name not in parts:
             continue
+        # Every tensor, replicated ones too, is in the file of each tensor-parallel rank.
         if len(parts[name]) != size:
             raise CheckpointError(
                 f"{path}: {len(parts[name])} parts of {name}, expected {size}: files are missing"
@@ -125,41 +146,51 @@ def tensors_of(path: Path, table: NameTable, size: int) -> Lazy:
 
 
 def _joined(table: NameTable, name: str, parts: list[tuple[TensorFile, str]]) -> Tensor:
-    return table.unshard(name, [file[own] for file, own in parts])
+    """Read the shards of one tensor, and return the full one."""
+    return table.unshard(name, [file[file_name] for file, file_name in parts])
 
 
 def _shards(path: Path) -> list[Shard]:
-    """Open the files of one replica, ordered by pipeline stage, expert-parallel and tensor-parallel rank."""
+    """Open the files of one replica, ordered by pipeline stage, expert-parallel and tensor-parallel rank.
+
+    A shard without an expert-parallel rank in its name has 0.
+    """
     shards: dict[str, Shard] = {}
     for path_of_file in sorted(path.glob("*.safetensors")):
-        found = _FILE.fullmatch(path_of_file.name)
-        if found is None or found[1] in shards:  # every replica holds all parameters
+        match = _FILE.fullmatch(path_of_file.name)
+        # One replica is enough: with a distributed optimizer each has a file, and every file has all parameters.
+        if match is None or match[1] in shards:
             continue
         file = TensorFile(path_of_file)
         names = {}
-        for own in file:
+        for file_name in file:
             for prefix in _HELD:
-                if own.startswith(prefix):
-                    names[canonical(own.removeprefix(prefix))] = own
-        tensor, expert, pipeline = (int(number or 0) for number in found.groups()[1:])
-        shards[found[1]] = Shard(pipeline, expert, tensor, file, names)
+                if file_name.startswith(prefix):
+                    names[canonical(file_name.removeprefix(prefix))] = file_name
+        tensor, expert, pipeline = (int(number or 0) for number in match.groups()[1:])
+        shards[match[1]] = Shard(pipeline, expert, tensor, file, names)
     return sorted(shards.values(), key=lambda shard: shard[:3])
 
 
 def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
-    """Yield the shards with layers and experts numbered over the whole model."""
-    layers: dict[int, set[str]] = {}
+    """Yield the shards with layers and experts numbered over the whole model.
+
+    A pipeline stage's layers follow those of the stages before it, so all shards are needed to number one.
+    """
+    layers: dict[int, set[str]] = {}  # pipeline stage -> numbers of its layers, over the policy's dense and expert files
     for shard in shards:
         layers.setdefault(shard.pipeline, set()).update(_numbers(LAYER, shard.names))
     for shard in shards:
         first_layer = sum(len(layers[stage]) for stage in layers if stage < shard.pipeline)
+        # Every expert-parallel rank has the same number of experts of a layer.
         experts = len(set(_numbers(EXPERT, shard.names)))
         names = {}
-        for name, own in shard.names.items():
+        for name, file_name in shard.names.items():
             whole = later(LAYER, name, first_layer)
-            names[later(EXPERT, whole, shard.expert * experts)] = own
+            names[later(EXPERT, whole, shard.expert * experts)] = file_name
         yield shard._replace(names=names)
 
 
 def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[str]:
+    """Yield the number that `LAYER` or `EXPERT` finds in each name, as text; none for names without one."""
     return (found[1] for name in names if (found := pattern.search(name)))

@@ -1,7 +1,9 @@
 """Check a config.json, per model family: types, bounds, and the settings that are supported.
 
-A key that no class below has must be empty (null, false, 0, "", [], {}), unless it is in `HARMLESS`: it could change
-what the model computes. So a setting whose only implemented value is an empty one has no field here.
+Each class below has the keys of a family as fields, under their names in config.json. A key without a field must be
+empty (null, false, 0, "", [], {}), unless it is in `HARMLESS`: it could change what the model computes. So a setting
+whose only implemented value is an empty one has no field here. `check_config` is the entry; `SCHEMAS` lists the
+families. The config.json of an EAGLE-3 drafter is checked in `drafter_config.py`.
 
 This module does not import torch, which takes seconds: a user's mistake is reported at once.
 """
@@ -17,13 +19,15 @@ from megatron_rlspec.config.base import ConfigError, expectation, shown
 from megatron_rlspec.texts import printable
 from megatron_rlspec.types import SHARPNESS, checked_sharpness
 
+# The bounds refuse damaged files early. They are far above any real model.
 Size = Annotated[int, Field(gt=0, le=2**24)]
 Layers = Annotated[int, Field(gt=0, le=10_000)]
 Number = Annotated[float, Field(gt=0, le=1e12)]
 TokenId = Annotated[int, Field(ge=0, le=2**24)]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
-# Metadata, training and generation settings: they do not change what a forward pass computes.
+# Metadata, training and generation settings: they do not change what a forward pass computes. `sliding_window` and
+# `max_window_layers` are here, because they count only with `use_sliding_window`, which has no field and must be empty.
 HARMLESS = frozenset(
     "architectures model_type transformers_version auto_map use_cache torchscript model_name name_or_path license "
     "library_name max_window_layers sliding_window output_attentions output_hidden_states return_dict use_return_dict "
@@ -40,7 +44,8 @@ HARMLESS = frozenset(
 )
 
 
-# key of config.json beside the drafter: the sharpness that its training chose
+# A key of our own in the config.json of a model or drafter: the sharpness of coupled drafts that training chose for it.
+# `run/result.py` and `conversion/run_checkpoint.py` write it, `sharpness_of` reads it, and it is a field of `Shared`.
 STATED = "rlspec_sharpness"
 
 
@@ -49,7 +54,10 @@ class CheckpointError(ConfigError):
 
 
 class Shared(BaseModel):
-    """Keys of every family, and all that a conversion reads. Unknown keys are kept, and left to the subclasses."""
+    """The keys of every family. Alone it checks models that only SGLang runs: further keys may hold anything.
+
+    Further keys are kept in `model_extra`, which `refuse_unknown_keys` looks at for the subclasses.
+    """
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
@@ -79,7 +87,6 @@ class Shared(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     intermediate_size: Size | None = None
-    # of coupled drafts, chosen in training
     rlspec_sharpness: Annotated[float, Field(gt=0, le=100)] | None = None
 
     @property
@@ -103,7 +110,10 @@ class Shared(BaseModel):
 
 
 class Rotary(BaseModel):
-    """What `rope_scaling` and `rope_parameters` may hold for every type of rotary embedding, beside the type."""
+    """What `rope_scaling` and `rope_parameters` may hold for every type of rotary embedding, beside the type.
+
+    Their extra keys are checked by `Trained._check_rope`. `models/rope.py` computes the frequencies.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
     rope_theta: Number | None = None
@@ -129,11 +139,16 @@ class YarnScaling(Rotary):
     truncate: Literal[True] = True
 
 
+# by `rope_type`, or `type` in older files
 SCALINGS: dict[str, type[Rotary]] = {"llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
 class Trained(Shared):
-    """What training reads: every setting is either implemented, or refused."""
+    """A model that this package itself computes: every setting is either implemented, or refused.
+
+    model_types  allowed values of `model_type`
+    scalings     allowed types of scaled rotary embeddings, beside the plain one
+    """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     scalings: ClassVar[dict[str, type[Rotary]]] = SCALINGS
@@ -145,7 +160,7 @@ class Trained(Shared):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Return all settings of the rotary embeddings."""
+        """Return all settings of the rotary embeddings, under Transformers' names before 5 and since."""
         return {**(self.rope_scaling or {}), **(self.rope_parameters or {})}
 
     @model_validator(mode="after")
@@ -156,12 +171,15 @@ class Trained(Shared):
             )
         self._check_rope("rope_scaling", self.rope_scaling or {})
         self._check_rope("rope_parameters", self.rope_parameters or {})
-        other = [kind for kind in self.layer_types or () if kind != "full_attention"]
-        if other:
-            raise ValueError(f"layer_types holds {other[0]}: only full_attention is implemented")
+        unsupported = [kind for kind in self.layer_types or () if kind != "full_attention"]
+        if unsupported:
+            raise ValueError(
+                f"layer_types holds {unsupported[0]}: only full_attention is implemented"
+            )
         return self
 
     def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
+        """Check the settings `rope` that stand under `key`. Raises ValueError, which pydantic collects."""
         schemas: dict[str, type[Rotary]] = {"default": Rotary, **self.scalings}
         kind = rope.get("rope_type", rope.get("type", "default"))
         schema = schemas.get(str(kind))
@@ -204,6 +222,7 @@ class Qwen2(WhollyRotated):
 
 
 class MiMo(WhollyRotated):
+    # also "qwen2" and "llama": `conversion.convert.config_with_drafter` makes a MiMo of these and keeps `model_type`
     model_types: ClassVar[tuple[str, ...]] = ("mimo", "qwen2", "llama")
 
     attention_bias: bool | None = Field(
@@ -265,6 +284,7 @@ class LatentYarnScaling(YarnScaling):
 
     @model_validator(mode="after")
     def _no_magnitude(self) -> LatentYarnScaling:
+        # Equal values leave cosine and sine unscaled, as `models.rope.Rope.mscale` assumes.
         if self.mscale != self.mscale_all_dim:
             raise ValueError(
                 f"rope_scaling.mscale={self.mscale:g}: expected the same as mscale_all_dim={self.mscale_all_dim:g}"
@@ -305,20 +325,24 @@ SCHEMAS: dict[str, type[Shared]] = {
     "Glm4MoeForCausalLM": Glm4Moe,
     "DeepseekV3ForCausalLM": DeepseekV3,
 }
-EAGLE3 = "LlamaForCausalLMEagle3"
-# A target and its EAGLE-3 drafter are two directories on disk, and one model in memory and in pushes. There, the
-# target's config.json holds the drafter's under the key DRAFTER, and the names of the drafter's tensors begin with
-# PREFIX.
+EAGLE3 = "LlamaForCausalLMEagle3"  # the architecture of an EAGLE-3 drafter
+# A target and its EAGLE-3 drafter are two directories on disk, but one model in memory and in pushes. In memory the
+# target's config.json holds the drafter's config.json under the key DRAFTER. The names of the drafter's tensors begin
+# with PREFIX in memory and in pushes; `rollout/sglang/scheduler/eagle3.py` takes it off again in the engine.
 DRAFTER = "eagle3"
 PREFIX = "eagle3."
-# Two tensors of an EAGLE-3 drafter are not trained: the maps from the words of drafts to token ids, and back.
+# Two tensors of an EAGLE-3 drafter are not trained, and no push sends them: the maps of its draft vocabulary.
+# d2t [S]: token id minus index, for each of its S tokens. t2d [vocab_size]: whether a token is one of them.
 MAPS = ("d2t", "t2d")
 
 
 def sharpness_of(config: Mapping[str, Any]) -> float:
-    """Return the sharpness of coupled drafts that the config.json of a model or drafter states, else the first one.
+    """Return the sharpness of coupled drafts that a config.json states; without one, the default `SHARPNESS[0]`.
 
-    Raises CheckpointError for a value that is none.
+    config  of a model, alone or with an EAGLE-3 drafter's under `DRAFTER`, or of a drafter. With `DRAFTER`, the
+            drafter's value counts
+
+    Raises CheckpointError for a value that is no sharpness.
     """
     stated = config.get(DRAFTER, config).get(STATED)
     if stated is None:
@@ -330,7 +354,7 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
 
 
 def stated_ends(config: Mapping[str, Any]) -> set[int]:
-    """Return the ids that end a text by a config.json or a generation_config.json."""
+    """Return the token ids that end a text by `eos_token_id` of a config.json or a generation_config.json."""
     ends = config.get("eos_token_id")
     if ends is None:
         return set()
@@ -338,7 +362,11 @@ def stated_ends(config: Mapping[str, Any]) -> set[int]:
 
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
-    """Return the line that refuses an architecture: which column of the families' table says no, and of which yes."""
+    """Return the line that refuses an architecture.
+
+    column  what is not possible with it, as docs/families.md names it: "trained or converted", for example
+    known   the architectures with which it is possible
+    """
     return (
         f"architecture {printable(architecture)[:80]} is not {column}; those are {', '.join(known)} "
         "(docs/families.md)"
@@ -346,9 +374,12 @@ def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
 
 
 def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True) -> Shared:
-    """Check a config.json and return it typed. Raises CheckpointError: `where`, key, value, expectation.
+    """Check a config.json and return it typed. Raises CheckpointError: one line with `where`, key, value, expectation.
 
+    where    the directory or file, for messages
     trained  also refuse what this package does not compute. False: SGLang alone runs the model
+
+    The part under `DRAFTER`, which only a config.json in memory has, is not checked here.
     """
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
@@ -360,14 +391,15 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     if schema is None or not trained:
         schema = Shared
     config = {key: value for key, value in config.items() if key != DRAFTER}
-    found = validated(schema, config, where)
-    return without_unknown(found, name, where) if trained else found
+    typed = validated(schema, config, where)
+    return refuse_unknown_keys(typed, name, where) if trained else typed
 
 
 _Schema = TypeVar("_Schema", bound=Shared)
 
 
 def validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _Schema:
+    """Return a config.json as an object of `schema`. Raises CheckpointError for the first mistake."""
     try:
         return schema.model_validate(dict(config))
     except ValidationError as error:
@@ -376,25 +408,31 @@ def validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _
         ) from None
 
 
-def without_unknown(found: Shared, name: str, where: str) -> Shared:
-    for key, value in (found.model_extra or {}).items():
+def refuse_unknown_keys(typed: Shared, name: str, where: str) -> Shared:
+    """Return `typed`, of the architecture `name`. Raises CheckpointError for a key that could change the model.
+
+    Keys that begin with `_` are Transformers' own notes, such as `_name_or_path`.
+    """
+    for key, value in (typed.model_extra or {}).items():
         if value and key not in HARMLESS and not key.startswith("_"):
             raise CheckpointError(
                 f"config.json of {where}: {key}={shown(value)}: not implemented for {name}, and might change what "
                 "the model computes; expected null, or no such key"
             )
-    return found
+    return typed
 
 
 def _one_line(
-    error: ValidationError, schema: type[BaseModel], config: Mapping[str, Any], of: str = ""
+    error: ValidationError, schema: type[BaseModel], config: Mapping[str, Any], prefix: str = ""
 ) -> str:
+    """Format the first mistake that pydantic found in `config`. `prefix`: "rope_scaling.", before a key inside it."""
     first = error.errors(include_url=False)[0]
+    # from a validator of ours, whose message names key and value
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])
     if first["type"] == "missing":
-        return f"no {of}{key}"
+        return f"no {prefix}{key}"
     field = schema.model_fields[key]
     reason = f"; {field.description}" if field.description else ""
-    return f"{of}{key}={shown(config[key])}: {expectation(first)}{reason}"
+    return f"{prefix}{key}={shown(config[key])}: {expectation(first)}{reason}"

@@ -32,8 +32,9 @@ from megatron_rlspec.models.headers import (
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
-TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-# buffers, and the copies of embedding and head in the drafters of DeepSeek-V3 and GLM4-MoE, which SGLang does not read
+TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # one of these sets is enough
+# Names in no table of names: buffers, and the copies of embedding and head in the drafters of DeepSeek-V3 and GLM4-MoE
+# (`Row.copies`), which SGLang does not read.
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
 )
@@ -54,12 +55,15 @@ def check_model(
 ) -> dict[str, Any]:
     """Return config.json. Raises CheckpointError, one line, for a directory that cannot be used.
 
-    use        train, convert: refuse what this package does not compute; serve: only what contradicts itself
-    drafter    the model must have one
-    weights    compare the names of all tensors, and the shape of the embedding, with config.json, and check the types
-    tokenizer  the files of a tokenizer must be there, which may be Python with `trust_remote_code`
-    longest    model.max_length, which must not exceed max_position_embeddings
-    spare      positions that must be left beyond that
+    use                train, convert: refuse settings that this package does not compute. serve: refuse a directory
+                       only if its files contradict one another
+    drafter            the model must have one
+    weights            compare the names of all tensors, and the shape of the embedding, with config.json, and check
+                       the number types
+    tokenizer          the files of a tokenizer must be there
+    trust_remote_code  the tokenizer may be Python code in the directory
+    longest            model.max_length in tokens, which must not exceed max_position_embeddings; 0: not checked
+    spare              positions that an engine needs beyond `longest` (`Config.spare`)
     """
     directory = Path(path)
     if wrong := no_checkpoint(directory):
@@ -75,9 +79,9 @@ def check_model(
         )
     context = typed.max_position_embeddings
     if context and longest + spare > context:
-        kept = f" and {spare} more, which SGLang needs" if spare else ""
+        more = f" and {spare} more, which SGLang needs" if spare else ""
         raise CheckpointError(
-            f"config.json of {path}: max_position_embeddings={context} is less than model.max_length={longest}{kept}; "
+            f"config.json of {path}: max_position_embeddings={context} is less than model.max_length={longest}{more}; "
             f"expected model.max_length of at most {context - spare}"
         )
     if weights and use == "train":
@@ -90,13 +94,15 @@ def check_model(
 
 
 def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
-    """Return the ids that end a text, ascending: those of config.json, generation_config.json and the tokenizer.
+    """Return the token ids that end a text, ascending: of config.json, generation_config.json and the tokenizer.
 
     SGLang ends a text at the same ones. Raises CheckpointError.
+
+    tokenizer  Transformers' object; None: only the files count
     """
     directory = Path(path)
     config = read_object(directory / "config.json")
-    ends = stated_ends(config.get("text_config", config))
+    ends = stated_ends(config.get("text_config", config))  # the text part of a multimodal model
     if (directory / GENERATION).exists():
         ends |= stated_ends(read_object(directory / GENERATION))
     if tokenizer is not None:
@@ -120,7 +126,10 @@ def no_checkpoint(directory: Path) -> str:
 
 
 def _check_stated(config: Mapping[str, Any], where: Path) -> None:
-    """Refuse a config.json without a key for which trainer and engines would fill in defaults of their own."""
+    """Refuse a config.json without a key for which trainer and engines would fill in defaults of their own.
+
+    With different values the log-probs of an engine would not be the trainer's.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     stated = {
         "rope_theta": config.get("rope_theta", rope.get("rope_theta")),
@@ -135,12 +144,13 @@ def _check_stated(config: Mapping[str, Any], where: Path) -> None:
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
+    """Return `architectures[0]` of a config.json that may be wrong in any way; "" if there is none."""
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read config.json. Raises CheckpointError."""
+    """Read config.json, with keys under their published names. Raises CheckpointError."""
     config = read_object(directory / "config.json")
     if _architecture(config) == "Qwen3MoeForCausalLM" and "num_local_experts" in config:
         # Transformers 5 writes this name. SGLang and this package read the published one.
@@ -151,13 +161,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _check_weights(
     directory: Path, config: Mapping[str, Any], typed: Shared, use: Use, *, drafter: bool
 ) -> None:
+    """Compare the tensors in the files with config.json, by their headers. Raises CheckpointError."""
     headers = read_headers(directory, tied=typed.tie_word_embeddings)
     for name, header in headers.items():
+        # SGLang reads files by the names in them: neither experts in one tensor, nor a tied model's head alone.
         if use == "serve" and (header.part or (name, header.name) == (EMBEDDING, HEAD)):
             raise CheckpointError(
                 f"{directory}: holds {name} as {header.name}, which SGLang does not read; `rlspec convert` to Megatron "
                 "and back writes it by its name"
             )
+        # d2t and t2d are the integer maps of an EAGLE-3 drafter (`models.config.MAPS`).
         if header.dtype not in DTYPES and not name.endswith(("d2t", "t2d")):
             raise CheckpointError(
                 f"{header.path}: {name} has type {header.dtype}, expected {', '.join(DTYPES)}"
@@ -178,23 +191,23 @@ def _check_names(
     *,
     drafter: bool,
 ) -> None:
-    """Compare the tensors' names with the family's table."""
+    """Compare the tensors' names with the family's table. `drafter`: those of the drafter must be there, too."""
     from megatron_rlspec.models.names import name_table  # imports torch
 
     try:
         family = name_table(config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    lost = [name for name in family.target_names if name not in headers]
-    if lost:
+    missing = [name for name in family.target_names if name not in headers]
+    if missing:
         raise CheckpointError(
-            f"{directory}: lacks {_some(lost)}, which {family.name} needs by config.json"
+            f"{directory}: lacks {_some(missing)}, which {family.name} needs by config.json"
         )
-    lost = [name for name in family.drafter_names if name not in headers]
-    if drafter and lost:
+    missing = [name for name in family.drafter_names if name not in headers]
+    if drafter and missing:
         raise CheckpointError(
-            f"{directory}: lacks {len(lost)} of the drafter's {len(family.drafter_names)} tensors, such as {lost[0]}; "
-            "`rlspec convert --add-mtp` makes a fresh drafter"
+            f"{directory}: lacks {len(missing)} of the drafter's {len(family.drafter_names)} tensors, such as "
+            f"{missing[0]}; `rlspec convert --add-mtp` makes a fresh drafter"
         )
     unknown = [name for name in headers if name not in family.by_hf and not _IGNORED.search(name)]
     if unknown:
@@ -204,13 +217,14 @@ def _check_names(
 
 
 def _check_tokenizer(directory: Path, trusted: bool) -> None:
+    """Raise CheckpointError without a tokenizer's files; with `trusted`, code in the directory counts as one."""
     if any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
         return
     about = directory / "tokenizer_config.json"
-    own_code = about.exists() and "AutoTokenizer" in (read_object(about).get("auto_map") or {})
-    if own_code and trusted:
+    has_code = about.exists() and "AutoTokenizer" in (read_object(about).get("auto_map") or {})
+    if has_code and trusted:
         return
-    if own_code:
+    if has_code:
         raise CheckpointError(
             f"{about}: auto_map: the tokenizer is Python code in {directory}; model.trust_remote_code=true runs it"
         )
@@ -219,5 +233,6 @@ def _check_tokenizer(directory: Path, trusted: bool) -> None:
 
 
 def _some(names: list[str]) -> str:
+    """Return the first name, and how many more there are."""
     more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
     return f"{names[0]}{more}"

@@ -12,14 +12,17 @@ from megatron_rlspec.models.config import (
     CheckpointError,
     Llama,
     Size,
+    refuse_unknown_keys,
     shown,
     validated,
-    without_unknown,
 )
 
 
 class Settings(BaseModel):
-    """`eagle_config` in the config.json of an EAGLE-3 drafter."""
+    """`eagle_config` in the config.json of an EAGLE-3 drafter. Any other key in it is refused.
+
+    eagle_aux_hidden_state_layer_ids  layers of the target whose outputs the drafter reads, from 0; -1: its embedding
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -29,7 +32,14 @@ class Settings(BaseModel):
 
 
 class Eagle3(Llama):
-    """The config.json of an EAGLE-3 drafter, as SGLang's `models/llama_eagle3.py` and SpecForge write and read it."""
+    """The config.json of an EAGLE-3 drafter, as SGLang's `models/llama_eagle3.py` and SpecForge write and read it.
+
+    draft_vocab_size       S, the number of tokens that it chooses drafts from: the rows of its output head
+    target_hidden_size     of the target; None: as the drafter's own
+    num_aux_hidden_states  how many layers of the target it reads; None: as `eagle_config` says
+
+    The two settings `norms_each` and `norms_joined` have two keys each. The properties decide as SGLang does.
+    """
 
     draft_vocab_size: Size
     tie_word_embeddings: Literal[False] = Field(
@@ -63,47 +73,47 @@ class Eagle3(Llama):
 
     @property
     def tapped(self) -> int:
-        """Return how many layers of the target it reads."""
+        """Return how many layers of the target it reads. SGLang's default is three."""
         return len(self.settings.eagle_aux_hidden_state_layer_ids or (0, 0, 0))
 
     def taps(self, layers: int) -> tuple[int, ...]:
-        """Return the layers of a target of `layers` layers whose inputs the drafter reads, counted from 0.
+        """Return the layers of a target of `layers` layers whose inputs the drafter reads, counted from 0, ascending.
 
-        `eagle_aux_hidden_state_layer_ids` names layers by their outputs; without them these are SGLang's default.
+        config.json names layers by their outputs (`eagle_aux_hidden_state_layer_ids`), and the output of layer i is the
+        input of layer i + 1. Without that key these are SGLang's default (`set_eagle3_layers_to_capture`).
+
         Raises ValueError for layers that the target cannot give: SGLang then computes on, and accepts no draft.
         """
         ids = self.settings.eagle_aux_hidden_state_layer_ids
-        found = (2, layers // 2, layers - 3) if ids is None else tuple(i + 1 for i in ids)
-        if (
-            len(found) < 2
-            or list(found) != sorted(set(found))
-            or found[0] < 0
-            or found[-1] >= layers
-        ):
-            told = "SGLang's default " if ids is None else ""
+        taps = (2, layers // 2, layers - 3) if ids is None else tuple(i + 1 for i in ids)
+        if len(taps) < 2 or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] >= layers:
+            default = "SGLang's default " if ids is None else ""
             raise ValueError(
-                f"eagle_config.eagle_aux_hidden_state_layer_ids={told}{[i - 1 for i in found]}: the target has "
+                f"eagle_config.eagle_aux_hidden_state_layer_ids={default}{[i - 1 for i in taps]}: the target has "
                 f"{layers} layers; expected at least two ascending numbers from -1 (its embedding) to {layers - 2}"
             )
-        if self.num_aux_hidden_states not in (None, len(found)):
+        if self.num_aux_hidden_states not in (None, len(taps)):
             raise ValueError(
-                f"num_aux_hidden_states={self.num_aux_hidden_states}: expected {len(found)}, as layers"
+                f"num_aux_hidden_states={self.num_aux_hidden_states}: expected {len(taps)}, as layers"
             )
-        return found
+        return taps
 
 
 def layer_of_drafter(index: int) -> str:
-    """Return what the names of an EAGLE-3 drafter's layer begin with, as SGLang and SpecForge name them."""
+    """Return the prefix of the tensors of layer `index`, as SGLang and SpecForge name them."""
     return f"layers.{index}." if index else "midlayer."
 
 
 def check_drafter_config(config: Mapping[str, Any], where: str) -> Eagle3:
-    """Check the config.json of an EAGLE-3 drafter and return it typed. Raises CheckpointError."""
+    """Check the config.json of an EAGLE-3 drafter alone and return it typed. Raises CheckpointError.
+
+    `conversion.eagle3.check_drafter` also compares it with its target and with its tensors.
+    """
     names = config.get("architectures")
     if names != [EAGLE3]:
         raise CheckpointError(
             f"config.json of {where}: architectures={shown(names)}; expected [{EAGLE3}], as SpecForge writes it"
         )
-    found = validated(Eagle3, config, where)
-    without_unknown(found, EAGLE3, where)
-    return found
+    typed = validated(Eagle3, config, where)
+    refuse_unknown_keys(typed, EAGLE3, where)
+    return typed

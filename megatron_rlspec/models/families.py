@@ -1,9 +1,9 @@
 """Record what differs between model families, and name every tensor of a model for Megatron and for Hugging Face.
 
-A `Family` is the record of one architecture. Its rows give each tensor's Megatron name, its Hugging Face names, and the
-layout between them. Both directions read the same row. A row that is wrong in both still round-trips, so tests compare
-logits with Transformers' and SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` knows
-the others.
+A `Family` is the record of one architecture; `FAMILIES` below has them all, and `record_of` finds one. Its rows give
+each tensor's Megatron name, its Hugging Face names, and the layout between them (`rows.py`). Both directions of a
+conversion read the same row, so a wrong row still round-trips. Tests therefore compare logits with Transformers' and
+SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` knows the others.
 
 How the drafters differ (SGLang's class in brackets):
 
@@ -45,8 +45,8 @@ from megatron_rlspec.models.rows import (
 def dense(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of Llama, Qwen2, Qwen3 (dense) and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
 
-    A drafter added to a Qwen2 or Llama model has MiMo's names and order, so that SGLang runs the model as MiMo. MiMo
-    has biases of q, k and v in SGLang, in vLLM and (as Qwen2) in Transformers. A Llama's are 0 in its checkpoint.
+    A drafter that `--add-mtp` gives a Qwen2 or Llama has MiMo's names and order, so that SGLang runs the model as MiMo.
+    SGLang's class of MiMo always has biases of q, k and v, so what was a Llama has biases of 0 in its checkpoint.
     """
     g = Geometry.of(config)
     record = record_of(config)
@@ -54,6 +54,7 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
     qk_norm = record.has_qk_norm(config)
     zero_bias = record.stores_qkv_bias(config) and not bias
 
+    # a decoder layer, by the two prefixes of its names; also that of the drafter
     def block(megatron: str, hf: str) -> Iterator[Row]:
         yield from norms(megatron, hf)
         yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm, zero_bias=zero_bias)
@@ -64,6 +65,7 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.")
     for n in range(g.mtp_layers):
         hf = f"model.mtp_layers.{n}."
+        # in the order of `mtp_layer`: norm of the embedding, norm of the hidden state, input projection, final norm
         names = [
             f"{hf}{x}"
             for x in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -79,7 +81,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     g = Geometry.of(config)
     record = record_of(config)
     latent = "kv_lora_rank" in config
-    dense = config.get("first_k_dense_replace", 0)
+    dense_layers = config.get("first_k_dense_replace", 0)  # the first ones, which have an MLP in place of experts
     count = need(config, "n_routed_experts")
     shared = bool(config.get("n_shared_experts"))
 
@@ -90,7 +92,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
         else:
             bias = record.has_qkv_bias(config)
             yield from attention(megatron, hf, g, bias=bias, qk_norm=record.has_qk_norm(config))
-        if n < dense:
+        if n < dense_layers:
             yield from mlp(f"{megatron}mlp.", f"{hf}mlp.")
         else:
             yield from experts(
@@ -100,7 +102,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     yield from outer(g, mtp_copies=True)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
-    for n in range(g.mtp_layers):  # they follow the last layer in the checkpoint
+    for n in range(g.mtp_layers):  # the checkpoint numbers them behind the target's layers
         hf = f"model.layers.{g.layers + n}."
         names = [f"{hf}{x}" for x in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
         yield from mtp_layer(
@@ -137,33 +139,42 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
 def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of an EAGLE-3 drafter, which has a checkpoint of its own. Megatron names are ModelOpt's.
 
+    config  the drafter's own config.json
+
     The first layer's attention reads embedding and hidden state side by side, so its q, k and v have 2H columns. `d2t`
-    and `t2d` map between the drafter's vocabulary and the target's. The embedding is the target's.
+    and `t2d` map between the drafter's vocabulary and the target's. The embedding is the target's, so it has no row.
+    `conversion.eagle3.shapes` lists the same tensors with their shapes.
     """
     g = Geometry.of(config)
     to = "eagle_module."
-    own = check_drafter_config(config, "the drafter")
-    if own.norms_joined:
+    typed = check_drafter_config(config, "the drafter")
+    if typed.norms_joined:
         yield Row(f"{to}input_norm.weight", ("input_norm.weight",))
-    for tap in range(own.tapped if own.norms_each else 0):
+    for tap in range(typed.tapped if typed.norms_each else 0):
         yield Row(f"{to}fc_norm.{tap}.weight", (f"fc_norm.{tap}.weight",))
     yield Row(f"{to}fc.weight", ("fc.weight",))
     yield Row(f"{to}enorm.weight", ("midlayer.input_layernorm.weight",))
-    for index in range(own.num_hidden_layers):
+    for index in range(typed.num_hidden_layers):
         layer, frm = f"{to}decoder.layers.{index}.", layer_of_drafter(index)
+        # `input_layernorm` of the checkpoint is the norm of the embedding (enorm above); `hidden_norm` is what Megatron
+        # calls `input_layernorm`.
         yield Row(f"{layer}input_layernorm.weight", (f"{frm}hidden_norm.weight",))
         yield Row(f"{layer}pre_mlp_layernorm.weight", (f"{frm}post_attention_layernorm.weight",))
         yield from attention(layer, frm, g, bias=False, qk_norm=False)
         yield from mlp(f"{layer}mlp.", f"{frm}mlp.")
     yield Row(f"{to}decoder.final_layernorm.weight", ("norm.weight",))
-    # Whole on every rank: the words of one rank's share of the target's vocabulary are no even share of its rows.
+    # Whole on every rank (cut REPLICATED). A rank computes the logits of the draft tokens in its share of the target's
+    # vocabulary, and these are not equally many on all ranks.
     yield Row(f"{to}eagle_output_layer.weight", ("lm_head.weight",))
     yield Row(f"{to}d2t", ("d2t",))
     yield Row(f"{to}t2d", ("t2d",))
 
 
 def beside_target(config: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the trained rows of an EAGLE-3 drafter whose tensors stand beside its target's, behind `PREFIX`."""
+    """Yield the rows of an EAGLE-3 drafter with `PREFIX` before their Hugging Face names, without `MAPS`.
+
+    So its tensors can stand in one name table with the target's, as in a push. `config`: the drafter's own config.json.
+    """
     for row in eagle3(config):
         if row.hf[0] not in MAPS:
             yield replace(row, hf=tuple(PREFIX + name for name in row.hf))
@@ -174,11 +185,12 @@ def beside_target(config: Mapping[str, Any]) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Family:
-    """What is true of every model of one architecture. docs/adding-a-family.md explains each field.
+    """What is true of every model of one architecture. docs/adding-a-family.md says which code reads each field.
 
     rows                  config.json -> a row for each tensor
     qkv_bias, qk_norm     whether q, k and v have biases, and q and k a norm; "config": as config.json says; "or_zero":
-                          they have, but with attention_bias=false those in the checkpoint are 0, and Megatron has none
+                          engines and checkpoint have biases, but with attention_bias=false they are 0 there, and
+                          Megatron's model has none
     rotary_share          share of a head's channels that is rotated, unless config.json says
     zero_first_embedding  the drafter reads 0 for the embedding at position 0
     embedded              the embedded engine runs the target
@@ -186,8 +198,9 @@ class Family:
     added_drafter         architecture of the same model with a drafter by `--add-mtp`; "": no engine runs one
     sglang_files          SGLang's files with the classes of target and drafter; (): unknown
     sglang_drafter        SGLang's class of the drafter; "": unknown, or no drafter
-    sglang_drafter_names  (prefix of that class's parameters, prefix in the checkpoint), the first that fits counts;
-                          {layers} stands for the number of the target's layers
+    sglang_drafter_names  pairs (prefix of that class's parameters, prefix in the checkpoint). The first pair whose
+                          prefix fits counts, so longer prefixes come first. {layers} stands for the number of the
+                          target's layers
     pushed                SGLang's classes hold every byte of a push where it belongs, at tensor parallel sizes 1, 2
                           and 4: `tests/rollout/test_pushed_families.py`. Engines of other families are checked by what
                           their loaders were given
@@ -220,7 +233,7 @@ class Family:
         return answers[self.qkv_bias]
 
     def stores_qkv_bias(self, config: Mapping[str, Any]) -> bool:
-        """Return whether this model's checkpoint and its engines hold q, k and v biases, perhaps of 0."""
+        """Return whether this model's checkpoint and its engines hold q, k and v biases, even if all are 0."""
         return self.qkv_bias == "or_zero" or self.has_qkv_bias(config)
 
     def has_qk_norm(self, config: Mapping[str, Any]) -> bool:
@@ -232,6 +245,7 @@ class Family:
         )
 
 
+# `sglang_drafter_names` of the drafters called NextN: their layer has the number behind the target's last one
 _NEXTN = (("model.decoder.", "model.layers.{layers}."), ("model.", "model.layers.{layers}."))
 
 FAMILIES: dict[str, Family] = {

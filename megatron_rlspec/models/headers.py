@@ -1,6 +1,7 @@
 """Read a model directory without its weights: JSON objects, and name, shape and type of every tensor.
 
-torch is imported only to compare a tied head with the embedding.
+`directory.py` checks a model by them, and `hf_files.py` reads the weights that they point to. torch is imported only to
+compare a tied head with the embedding.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# the number types that are read, by safetensors' names
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# all experts of a layer in two tensors, as Transformers 5 can save them
+# Transformers 5 can save all experts of a layer in two tensors: group 1 is the module, group 2 the kind.
 _FUSED_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -32,8 +34,10 @@ class Header:
 
     path   the file that holds it
     shape  of this tensor; of the part alone, if `part` is set
+    dtype  safetensors' name, such as "BF16"; it need not be in `DTYPES`
     name   its name in the file, which differs from its key in `read_headers` for a tied head and for single experts
-    part   where this tensor lies in the file's tensor of all experts: (expert, first row, row behind the last)
+    part   None: it is a whole tensor of the file. Otherwise it is a part of the tensor of all experts `[E, rows,
+           columns]` there: (expert, first row, row behind the last)
     """
 
     path: Path
@@ -57,14 +61,17 @@ def read_object(file: Path) -> dict[str, Any]:
 def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     """Map every tensor's name to its file, shape and type. Raises CheckpointError if a file is missing or damaged.
 
-    tied  head and embedding are one tensor, which has the embedding's name here. Files hold one of them, or both with
-          equal bits
+    tied  head and embedding are one tensor, and the result has it under the embedding's name only. Files may hold it
+          under either name, or under both with equal bits
+
+    Experts that a file stores in one tensor have an entry each, under the names of single experts.
     """
     headers: dict[str, Header] = {}
     for name, header in _stored_headers(directory).items():
         headers |= _single_experts(name, header)
     if not tied or HEAD not in headers:
         return headers
+    # If the files hold the head only, its header serves as the embedding's: `Header.name` is then HEAD.
     head = headers.pop(HEAD)
     embedding = headers.setdefault(EMBEDDING, head)
     if embedding is not head and not _equal(embedding, head):
@@ -76,7 +83,7 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
 
 
 def _equal(one: Header, other: Header) -> bool:
-    """Return whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits, dtype and shape. Reads both."""
     import torch
 
     if (one.dtype, one.shape) != (other.dtype, other.shape):
@@ -84,12 +91,17 @@ def _equal(one: Header, other: Header) -> bool:
     bits = []
     for header in (one, other):
         with safe_open(header.path, "pt") as tensors:
+            # as bytes, because a comparison as numbers would call NaN unequal to itself, and -0 equal to 0
             bits.append(tensors.get_tensor(header.name).view(torch.uint8))
     return torch.equal(*bits)
 
 
 def _single_experts(name: str, header: Header) -> dict[str, Header]:
-    """Return a tensor by its name, and one that holds all experts `[E, rows, columns]` as one for each of them."""
+    """Return a tensor of a file by its name; a tensor of all experts `[E, rows, columns]` as one for each expert.
+
+    The names of single experts are those of `models/families.py`. In `gate_up_proj` the gate has the first half of the
+    rows.
+    """
     fused = _FUSED_EXPERTS.fullmatch(name)
     if fused is None or len(header.shape) != 3:
         return {name: header}
@@ -97,16 +109,17 @@ def _single_experts(name: str, header: Header) -> dict[str, Header]:
     parts = {"down_proj": (0, rows)}
     if fused[2] == "gate_up_proj":
         parts = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}
-    found = {}
+    single = {}
     for expert in range(experts):
         for part, (start, end) in parts.items():
             shape = (end - start, columns)
-            one = replace(header, shape=shape, part=(expert, start, end))
-            found[f"{fused[1]}.{expert}.{part}.weight"] = one
-    return found
+            name_of_part = f"{fused[1]}.{expert}.{part}.weight"
+            single[name_of_part] = replace(header, shape=shape, part=(expert, start, end))
+    return single
 
 
 def _stored_headers(directory: Path) -> dict[str, Header]:
+    """Return the tensors as the files hold them, by their names there. Raises CheckpointError."""
     if (directory / INDEX).exists():
         return _indexed_headers(directory)
     if not (directory / SINGLE).exists():
@@ -117,14 +130,16 @@ def _stored_headers(directory: Path) -> dict[str, Header]:
 
 
 def _indexed_headers(directory: Path) -> dict[str, Header]:
+    """Return the tensors that the index names, in its order, each from the file in which the index places it."""
     file_of = read_object(directory / INDEX).get("weight_map")
     if not isinstance(file_of, dict):
         raise CheckpointError(f"{directory / INDEX}: no weight_map; expected the index of a model")
     headers: dict[str, Header] = {}
     for file in sorted(set(file_of.values())):
-        here = Path(file).name  # an index never leads out of its directory
-        for name, header in headers_of(directory / here):
-            if file_of.get(name) == here:  # a second file can hold the tensor, too
+        # The name alone: an index from elsewhere must not make this read a file outside of the directory.
+        file_name = Path(file).name
+        for name, header in headers_of(directory / file_name):
+            if file_of.get(name) == file_name:  # a second file can hold the tensor, too
                 headers[name] = header
     for name, file in file_of.items():
         if name not in headers:
@@ -133,6 +148,7 @@ def _indexed_headers(directory: Path) -> dict[str, Header]:
 
 
 def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
+    """Yield name and header of every tensor of one safetensors file. Raises CheckpointError."""
     with open_safetensors(file, "np") as opened:
         for name in opened.keys():  # noqa: SIM118, this object is no mapping
             about = opened.get_slice(name)
@@ -140,7 +156,10 @@ def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
 
 
 def open_safetensors(file: Path, framework: Literal["np", "pt"]) -> Any:
-    """Open a safetensors file, of which only the header is read now. Raises CheckpointError."""
+    """Open a safetensors file; only its header is read now. Raises CheckpointError.
+
+    framework  of the tensors that the returned object reads: "np" imports no torch, but cannot read bfloat16
+    """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file; expected safetensors")
     try:

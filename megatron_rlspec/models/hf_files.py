@@ -1,4 +1,8 @@
-"""Hugging Face checkpoints on disk: read tensor by tensor, write completely or not at all."""
+"""Hugging Face checkpoints on disk: read tensor by tensor, write completely or not at all.
+
+`read_hf` and `write_hf` are the entries. A caller that adds files of its own before the directory gets its name uses
+`build_hf`, then `publish`; a checkpoint of another format uses `building`, then `publish`.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ from megatron_rlspec.models.headers import (
 )
 from megatron_rlspec.models.tensor_file import ByName, CheckpointError, TensorFile
 
-SHARD_BYTES = 5_000_000_000  # of a file of tensors, about: Transformers' own habit
-# Everything but weights that a reader of the new checkpoint needs from the old one.
+SHARD_BYTES = 5_000_000_000  # about the size of one file of tensors, as Transformers writes them
+# Patterns of the files, beside weights and config.json, that a reader of a new checkpoint needs from the old one.
 _COMPANIONS = (
     "tokenizer*",
     "vocab*",
@@ -45,9 +49,9 @@ _COMPANIONS = (
 class LazyTensors(ByName):
     """Map names to tensors in safetensors files. Every access reads the tensor from disk and checks it.
 
-    Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity.
+    Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity. Not thread-safe.
 
-    headers  of the tensors, by the names that they have here
+    headers  of the tensors, by the names that they have here, as `read_headers` returns them
     """
 
     def __init__(self, headers: Mapping[str, Header]) -> None:
@@ -56,14 +60,16 @@ class LazyTensors(ByName):
 
     def __getitem__(self, name: str) -> Tensor:
         header = self.headers[name]
-        # One file is mapped at a time: closing the last one gives its pages back.
+        # One file is mapped at a time: dropping the last one gives its pages back. So read tensors file by file.
         if self._open is None or self._open.path != header.path:
             self._open = TensorFile(header.path)
         tensor = self._open[header.name]
         if header.part:
             expert, start, end = header.part
             tensor = tensor[expert, start:end]
+        # 8-bit floating-point types are not checked.
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+            # NaN propagates into both bounds.
             if not all(bound.isfinite() for bound in tensor.aminmax()):
                 raise CheckpointError(
                     f"{header.path}: {name} holds NaN or infinity; expected finite numbers"
@@ -72,9 +78,10 @@ class LazyTensors(ByName):
 
 
 def read_hf(path: str | Path) -> tuple[dict[str, Any], LazyTensors]:
-    """Read config.json and open the tensors by name, unread. Raises CheckpointError.
+    """Read config.json, and return the tensors by name, each of which is read on access. Raises CheckpointError.
 
-    Every file is opened once here, so a missing or truncated one is found before anything is done with the others.
+    The headers of all files are read here, so a missing or truncated file is found before any tensor is used. A tied
+    head is not among the names: it is the embedding.
     """
     directory = Path(path)
     config = read_config(directory)
@@ -101,16 +108,19 @@ def build_hf(
     shard_bytes: int = SHARD_BYTES,
     linked: Mapping[str, Header] | None = None,
 ) -> Path:
-    """Write a checkpoint directory beside `path`, and return it: more files can be added, and `publish` names it.
+    """Write a checkpoint directory beside `path`, and return it. `publish` then gives it the name `path`.
 
-    `tensors` is consumed once; at most one file's worth (`shard_bytes`, and the tensor that overflows it) is held in
-    memory. `tokenizer_from`: a checkpoint whose tokenizer and other small files are copied. `linked`: further tensors,
-    to whose files the directory has links. What a killed writer leaves behind, `.<name>.partial`, is replaced by the
-    next one.
+    config          config.json, of which only the stated number type is replaced, by that of the tensors
+    tensors         by Hugging Face name, consumed once. At most one file's worth (`shard_bytes`, and the tensor that
+                    overflows it) is in memory
+    tokenizer_from  a checkpoint whose tokenizer and other small files are copied
+    linked          further tensors, which stay in their own files: the directory gets symbolic links to these
+
+    A killed writer leaves `.<name>.partial` behind; the next one replaces it. Raises OSError for a full disk.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     with building(Path(path)) as partial:
-        file_of: dict[str, str] = {}
+        file_of: dict[str, str] = {}  # a tensor's name -> its file; `complete` renames the files
         links: dict[Path, str] = {}
         for name, header in (linked or {}).items():
             if header.path not in links:
@@ -139,17 +149,20 @@ def building(target: Path) -> Iterator[Path]:
 
 
 def _lots(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield tensors of at least `size` bytes together, ready to be saved."""
+    """Yield lots of at least `size` bytes, the last one of fewer: tensors on the CPU, contiguous, none a view.
+
+    Two names of one whole storage are not made separate: the caller must not yield these.
+    """
     lot: dict[str, Tensor] = {}
-    held = 0
+    lot_bytes = 0
     for name, tensor in tensors:
-        # safetensors refuses tensors that share storage, such as a split's views.
+        # safetensors refuses tensors that share storage, such as a split's views, so a view is copied.
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
         lot[name] = tensor.detach().to("cpu", copy=not whole).contiguous()
-        held += tensor.nbytes
-        if held >= size:
+        lot_bytes += tensor.nbytes
+        if lot_bytes >= size:
             yield lot
-            lot, held = {}, 0
+            lot, lot_bytes = {}, 0
     if lot:
         yield lot
 
@@ -160,7 +173,12 @@ def complete(
     file_of: Mapping[str, str],
     tokenizer_from: str | Path | None = None,
 ) -> None:
-    """Name the shards as Transformers expects, and add the small files."""
+    """Name the files as Transformers expects, and add the index, config.json and the small files.
+
+    partial  the directory, with all files of tensors in it under any other names
+    file_of  a tensor's name -> its file
+    """
+    # Sorted, so that equal inputs give equal directories. Only now is the number of files known, which is in each name.
     shards = sorted(set(file_of.values()))
     final = {s: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, s in enumerate(shards, 1)}
     if len(shards) == 1:
@@ -181,7 +199,10 @@ def complete(
 
 
 def _stated_type(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the type of most of the weights, by config.json's keys for it: engines compute in the type it states."""
+    """Return the number type of most elements, under those of config.json's two keys for it that `config` has.
+
+    Engines compute in the type that config.json states, so it must be that of the tensors here.
+    """
     sizes: Counter[str] = Counter()
     for header in read_headers(directory).values():
         sizes[header.dtype] += math.prod(header.shape)
@@ -191,8 +212,8 @@ def _stated_type(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def companions(source: Path) -> list[Path]:
     """List the tokenizer and the other small files that belong to a checkpoint."""
-    found = {file for pattern in _COMPANIONS for file in source.glob(pattern)}
-    return sorted(file for file in found if file.is_file())
+    matching = {file for pattern in _COMPANIONS for file in source.glob(pattern)}
+    return sorted(file for file in matching if file.is_file())
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -202,7 +223,12 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
-    """Give a finished directory its name, once all of it is on the disk. `replace`: an older one of that name goes."""
+    """Give a finished directory its name, once all of it is on the disk. Raises OSError.
+
+    replace  remove an older directory of that name. It is renamed first, to `.<name>.old`: if this process dies between
+             the two renames, no directory has the name, but both are on the disk
+    """
+    # Children before their directories. After a power failure the name must not stand for files without their bytes.
     for path in sorted(partial.rglob("*"), reverse=True):
         files.sync(path)
     files.sync(partial)

@@ -1,7 +1,8 @@
 """Fuse Hugging Face tensors into one Megatron tensor, and split it over tensor-parallel ranks; and the inverses.
 
 A `Layout` is a pair of inverse functions between full tensors. A `Cut` is a pair of inverse functions between the full
-Megatron tensor and its shards. Both only move elements and are exact.
+Megatron tensor and its shards. Both only move elements and are exact. Results may be views of their arguments. The rows
+in `rows.py` and `families.py` name one of each for every tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from megatron_rlspec.models.tensor_file import CheckpointError
 
 @dataclass(frozen=True)
 class Layout:
-    """`fuse`: Hugging Face tensors to the Megatron tensor; `split`: the inverse."""
+    """How Hugging Face tensors form one Megatron tensor.
+
+    fuse   Hugging Face tensors, in the order of `Row.hf`, to the full Megatron tensor
+    split  the inverse
+    """
 
     fuse: Callable[[Sequence[Tensor]], Tensor]
     split: Callable[[Tensor], Sequence[Tensor]]
@@ -25,11 +30,12 @@ class Layout:
 
 COPY = Layout(lambda parts: parts[0], lambda full: (full,))
 
-# SwiGLU: Megatron's linear_fc1 is [gate; up] on dim 0.
+# SwiGLU: Megatron's linear_fc1 [2F, H] is gate, then up, on dim 0. Its cut must be COLUMN_GATE_UP.
 GATE_UP = Layout(lambda parts: torch.cat(list(parts)), lambda full: full.chunk(2))
 
 
 def _swap(full: Tensor) -> Tensor:
+    """Exchange the two halves of the columns."""
     first, second = full.chunk(2, dim=-1)
     return torch.cat((second, first), dim=-1)
 
@@ -40,7 +46,11 @@ SWAP_HALVES = Layout(lambda parts: _swap(parts[0]), lambda full: (_swap(full),))
 
 
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
-    """Make Megatron's linear_qkv, weight or bias: for each key/value group the query heads, then key, then value."""
+    """Return the layout of Megatron's linear_qkv: for each key/value group its query heads, then its key, its value.
+
+    Serves the weights `[rows, H]` and the biases `[rows]`. A shard on dim 0 then holds whole groups. `fuse` raises
+    CheckpointError if q, k or v has another number of rows than config.json says.
+    """
     sizes = (heads_per_group * head_dim, head_dim, head_dim)
 
     def fuse(parts: Sequence[Tensor]) -> Tensor:
@@ -64,9 +74,10 @@ def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
 
 
 def zero_biased_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
-    """Make Megatron's linear_qkv weight from the weights of q, k and v and from their biases, which must be 0.
+    """Return the layout of Megatron's linear_qkv weight if the checkpoint also holds biases, all 0.
 
-    Megatron's layer has no bias. The checkpoint has them for engines whose class of the model always adds one.
+    Megatron's layer has no bias. The checkpoint has them for engines whose class of the model always adds one. `fuse`
+    takes the weights of q, k and v, then their biases, and raises CheckpointError for a bias that is not 0.
     """
     weights = grouped_qkv(groups, heads_per_group, head_dim)
 
@@ -86,15 +97,17 @@ def zero_biased_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor-parallel split along `dim`; None: every rank holds the whole tensor.
+    """How tensor-parallel ranks split a full Megatron tensor.
 
-    `blocks` is the number of equal blocks on dim 0. Each block is split, and a rank holds a part of each.
+    dim     the dimension that is split; None: every rank holds the whole tensor
+    blocks  number of equal blocks on dim 0. Each block is split by itself, and a rank holds its part of each
     """
 
     dim: int | None
     blocks: int = 1
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """Return the part of `rank` of `size` ranks. Raises ValueError if the parts would not be equal."""
         if self.dim is None or size == 1:
             return full
         blocks = full.chunk(self.blocks)
@@ -107,13 +120,15 @@ class Cut:
         return torch.cat([block.chunk(size, dim=self.dim)[rank] for block in blocks])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the full tensor of all ranks' parts, given in rank order."""
         if self.dim is None or len(shards) == 1:
             return shards[0]
         by_rank = [shard.chunk(self.blocks) for shard in shards]
         return torch.cat([torch.cat(parts, dim=self.dim) for parts in zip(*by_rank, strict=True)])
 
 
+# Named as Megatron's layers: ColumnParallelLinear splits the outputs (dim 0), RowParallelLinear the inputs (dim 1).
 REPLICATED = Cut(None)
 COLUMN = Cut(0)
 ROW = Cut(1)
-COLUMN_GATE_UP = Cut(0, blocks=2)
+COLUMN_GATE_UP = Cut(0, blocks=2)  # a rank holds its part of gate, then its part of up

@@ -1,7 +1,8 @@
 """Translate Hugging Face names to Megatron names and back, both by the family's rows (`families.py`).
 
 All tensors here are full: gathered over tensor, pipeline and expert parallel ranks. Layers and experts are numbered
-over the whole model. Megatron has several names for one tensor, and all of them are accepted:
+over the whole model, not over a rank's share. Megatron has several names for one tensor, and all of them are accepted;
+the rows use the canonical one:
 
     local specs (canonical)                             Transformer Engine specs
     decoder.layers.N.input_layernorm.weight             decoder.layers.N.self_attention.linear_qkv.layer_norm_weight
@@ -25,23 +26,29 @@ from megatron_rlspec.models.families import beside_target, record_of
 from megatron_rlspec.models.layouts import Cut
 from megatron_rlspec.models.rows import Geometry, Row
 
-# (a norm's local name, the layer that holds it under Transformer Engine if the block has that layer)
+# (a norm's canonical name, the linear layer that holds it under Transformer Engine if the block has that layer).
+# `conversion/torch_dist.py` uses the first two alone: keep the order.
 FUSED = (
     ("input_layernorm.", "self_attention.linear_qkv."),
     ("pre_mlp_layernorm.", "mlp.linear_fc1."),
     ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj."),
     ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj."),
 )
-# the number of a layer of the policy, and of an expert, in a canonical name
+# Group 1 is the number of a decoder layer of the policy, and of an expert, in a canonical name. A rank's own modules
+# count from 0; `later` adds those of the ranks before (`train/shards.py`, `conversion/run_checkpoint.py`).
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
+# names that `canonical` replaces: experts of Transformer Engine, and the decoder layer of an MTP layer
 _EXPERT_TE = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _MTP_BLOCK = re.compile(r"^(mtp\.layers\.\d+)\.(?:transformer_layer|mtp_model_layer)\.")
 _CANONICAL_BLOCK = r"\1.transformer_layer."
 
 
 def canonical(name: str) -> str:
-    """Return any Megatron name as megatron-core 0.16's local specs have it, without a wrapper's `module.`."""
+    """Return any Megatron name as megatron-core 0.16's local specs have it, without the `module.` of wrappers.
+
+    An unknown name is returned as it is. `NameTable.fused` is the inverse for norms.
+    """
     while name.startswith("module."):
         name = name.removeprefix("module.")
     name = _MTP_BLOCK.sub(_CANONICAL_BLOCK, name)
@@ -53,12 +60,14 @@ def canonical(name: str) -> str:
 
 
 def later(pattern: re.Pattern[str], name: str, by: int) -> str:
-    """Add `by` to the number that `LAYER` or `EXPERT` finds in a name; return other names unchanged."""
+    """Add `by` to the number that `pattern`, `LAYER` or `EXPERT`, finds in a name; return other names unchanged."""
     return pattern.sub(lambda found: found[0].replace(found[1], str(int(found[1]) + by)), name)
 
 
 def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local") -> NameTable:
-    """Return the names of the model that a config.json describes. `spec` chooses how tensors are cut.
+    """Return the names of the model that a config.json describes.
+
+    spec  Megatron's layer specs. They change how tensor-parallel ranks cut some tensors (`Row.te_cut`), but no name
 
     Raises ValueError for an unknown architecture and for missing sizes.
     """
@@ -66,7 +75,10 @@ def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "loc
 
 
 def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
-    """Return the Hugging Face names of the tensors of a model's drafter: an EAGLE-3 drafter, or one MTP layer."""
+    """Return the Hugging Face names of the tensors of a model's drafter: an EAGLE-3 drafter, or one MTP layer.
+
+    One, because training uses the first MTP layer only (`train/shards.py`), whatever config.json says.
+    """
     layers = 0 if DRAFTER in hf_config else 1
     return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
 
@@ -74,13 +86,15 @@ def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
 class NameTable:
     """The names of one model: its family's rows for its sizes.
 
-    name   the architecture
-    rows   by canonical Megatron name
-    by_hf  the same rows by Hugging Face name
+    name      the architecture
+    spec      "local" or "te", as for `name_table`
+    geometry  sizes of the model
+    rows      by canonical Megatron name
+    by_hf     the same rows by each of their Hugging Face names; `Row.copies` are not among them
 
-    A config.json with an EAGLE-3 drafter's under `DRAFTER` has the drafter's rows, too, behind `PREFIX`.
-    A model with `geometry.tied` has no `lm_head.weight`. The copy of the embedding on Megatron's last pipeline stage,
-    `output_layer.weight`, reads the embedding's row and writes nothing.
+    If config.json has an EAGLE-3 drafter's under `DRAFTER`, the drafter's rows are here, too, behind `PREFIX`. A model
+    with `geometry.tied` has no `lm_head.weight`. Megatron's last pipeline stage then has a copy of the embedding,
+    `output_layer.weight`: `row` returns the embedding's row for it, and `to_hf` yields nothing.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], spec: str) -> None:
@@ -96,6 +110,7 @@ class NameTable:
     def row(self, megatron_name: str) -> Row:
         """Return the row of any Megatron name. Raises ValueError for one that the model does not have."""
         name = canonical(megatron_name)
+        # the copy of a tied embedding on the last pipeline stage
         if name == "output_layer.weight" and self.geometry.tied:
             name = "embedding.word_embeddings.weight"
         if name not in self.rows:
@@ -103,10 +118,10 @@ class NameTable:
         return self.rows[name]
 
     def to_hf(self, megatron_name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the Hugging Face tensors that one full Megatron tensor holds, without padding of the vocabulary.
+        """Yield the Hugging Face names and tensors of one full Megatron tensor, without padding of the vocabulary.
 
-        Yields nothing for Transformer Engine's `_extra_state` and for a tied head. `Row.copies` are not yielded: SGLang
-        does not read them.
+        The tensors may be views of `full`. Yields nothing for Transformer Engine's `_extra_state` and for a tied head.
+        `Row.copies` are not yielded: SGLang does not read them.
         """
         if megatron_name.endswith("_extra_state"):
             return
@@ -129,16 +144,23 @@ class NameTable:
         return self._cut(megatron_name).unshard(shards)
 
     def fused(self, name: str) -> str:
-        """Return the name of a norm as part of the layer behind it, if the block has such a layer."""
+        """Return the canonical name of a norm as Transformer Engine has it: as part of the linear layer behind it.
+
+        Other names, and norms of blocks without that layer, are returned unchanged.
+        """
         for norm, layer in FUSED:
             block, found, leaf = name.partition(norm)
+            # `rows` has canonical names, but `name` may have the newer name of an MTP layer's block.
             if found and f"{_MTP_BLOCK.sub(_CANONICAL_BLOCK, block)}{layer}weight" in self.rows:
                 return f"{block}{layer}layer_norm_{leaf}"
         return name
 
     @staticmethod
     def is_drafter(name: str) -> bool:
-        """Return whether a Megatron name belongs to the drafter. Embedding and head are the target's."""
+        """Return whether a Megatron name belongs to the drafter. For Hugging Face names use `drafter_names`.
+
+        The embedding, and the head with which an MTP drafter drafts, are the target's.
+        """
         return canonical(name).startswith(("mtp.", "eagle_module."))
 
     @cached_property
@@ -162,5 +184,6 @@ class NameTable:
         )
 
     def _cut(self, megatron_name: str) -> Cut:
+        """Return how tensor-parallel ranks cut a tensor under this table's layer specs."""
         row = self.row(megatron_name)
         return row.te_cut if self.spec == "te" and row.te_cut else row.cut

@@ -1,6 +1,6 @@
 """Frequencies of rotary embeddings, plain and scaled. Trainer and embedded engine both take them from here.
 
-Transformers computes the scaled ones (`ROPE_INIT_FUNCTIONS`).
+Transformers computes the scaled ones (`ROPE_INIT_FUNCTIONS`). `models/config.py` checks the settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What these types of scaling do not read. The second is applied by the caller, who rotates fewer channels.
+# Keys that are no settings of the scaling. `partial_rotary_factor` is the caller's, who rotates fewer channels.
 _NOT_OF_THE_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 
 
@@ -20,9 +20,10 @@ _NOT_OF_THE_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type
 class Rope:
     """The rotary embedding of a config.json.
 
-    base      of the angles
-    kind      of the scaling: "default" (none), "llama3" or "yarn"
-    settings  of the scaling, sorted by name, under Transformers' names
+    base      `rope_theta`: plane i of d / 2 turns by base^(-2i/d) radians per position
+    kind      type of the scaling: "default" (none), "llama3" or "yarn"
+    settings  (name, value) pairs of the scaling, sorted, under Transformers' names. A tuple, so that the object is
+              hashable
     """
 
     base: float = 10000.0
@@ -31,7 +32,7 @@ class Rope:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> Rope:
-        """Read a config.json that `models.config.check_config` accepts; its names are Transformers' 4 or 5."""
+        """Read a config.json that `models.config.check_config` accepts, with the names of Transformers 4 or 5."""
         stated = settings(hf_config)
         base = float(hf_config.get("rope_theta") or stated.get("rope_theta") or 10000.0)
         if kind(stated) == "default":
@@ -57,16 +58,20 @@ class Rope:
         """Return the factor on cosine and sine. YaRN thereby makes attention sharper, as its contexts are longer."""
         if self.kind == "default":
             return 1.0
-        return self._scaled(2, "cpu")[1]
+        return self._scaled(2, "cpu")[1]  # it does not depend on the number of channels; 2 is the least
 
     def frequencies(self, dims: int, device: torch.device | str = "cpu") -> Tensor:
-        """Return the angle of one position in each of `dims / 2` planes, `[dims / 2]` float32."""
+        """Return the radians per position in each of `dims / 2` planes, `[dims / 2]` float32.
+
+        dims  channels of a head that are rotated
+        """
         if self.kind == "default":
             exponent = torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims
             return 1.0 / self.base**exponent
         return self._scaled(dims, device)[0]
 
     def _scaled(self, dims: int, device: torch.device | str) -> tuple[Tensor, float]:
+        """Return frequencies `[dims / 2]` and the factor on cosine and sine, by Transformers' function."""
         # Imported here: it takes seconds, and most models do not need it.
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -80,7 +85,7 @@ class Rope:
                 scaling["factor"] * scaling["original_max_position_embeddings"]
             ),
         )
-        # its tensors begin on the default device, which is meta in a dry run
+        # Transformers makes some tensors on torch's default device, which is meta in a dry run, and not on `device`.
         with torch.device(device):
             return ROPE_INIT_FUNCTIONS[self.kind](config, device)
 

@@ -1,4 +1,9 @@
-"""The rows that families share: the tensors of a layer's parts, by Megatron's names and Hugging Face's."""
+"""The rows that families share: the tensors of a layer's parts, by Megatron's names and Hugging Face's.
+
+`families.py` calls these functions once per layer. Their arguments `megatron` and `hf` are the prefixes of a layer's
+names, each with a dot at its end. A row's name must be the one of Megatron's local layer specs: `names.py` turns all
+other names into it, and finds rows by it.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +30,13 @@ class Row:
     """One Megatron tensor and its Hugging Face tensors.
 
     megatron    its canonical name (local layer specs)
-    hf          the Hugging Face names of its parts
+    hf          the Hugging Face names of its parts, in the order that `layout` expects
     layout      how the parts form the full tensor
     cut         how tensor-parallel ranks cut the full tensor
-    vocabulary  its rows are tokens, which Megatron may pad
+    vocabulary  its rows are tokens. Megatron may pad them, and `NameTable.to_hf` removes the padding
     te_cut      how Transformer Engine's layers cut it, if differently
-    copies      further Hugging Face names under which checkpoints repeat hf[0]
+    copies      further Hugging Face names under which checkpoints repeat hf[0]. Conversions write them, pushes and
+                readers do not use them
     """
 
     megatron: str
@@ -44,7 +50,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes in a config.json that all families have."""
+    """Sizes in a config.json that all families have.
+
+    layers      of the target, without MTP layers
+    mtp_layers  of the drafter; 0: no drafter, or an EAGLE-3 drafter
+    heads       query heads
+    groups      key/value heads
+    head_dim    channels of a head
+    hidden      H
+    vocab       tokens, without Megatron's padding
+    tied        the output head is the embedding
+    """
 
     layers: int
     mtp_layers: int
@@ -73,16 +89,16 @@ class Geometry:
 
 
 def need(config: Mapping[str, Any], key: str) -> Any:
-    """Return a size that config.json must state. Raises ValueError if it is missing."""
+    """Return the value of a key that config.json must have. Raises ValueError if it is missing."""
     if key not in config:
         raise ValueError(f"config.json has no {key!r}")
     return config[key]
 
 
 def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
-    """Yield embedding, final norm and, unless it is tied, head.
+    """Yield the rows outside of all layers: embedding, final norm and, unless it is tied, head.
 
-    mtp_copies  the checkpoint repeats embedding and head in each of the drafter's layers
+    mtp_copies  the checkpoint repeats embedding and head in each of the drafter's layers, behind the target's layers
     """
     prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
     yield Row(
@@ -118,8 +134,9 @@ def attention(
 ) -> Iterator[Row]:
     """Yield grouped-query attention.
 
-    bias       of q, k and v
-    zero_bias  the checkpoint holds biases of 0, Megatron none
+    bias       q, k and v have biases in the checkpoint and in Megatron
+    qk_norm    queries and keys have a norm
+    zero_bias  the checkpoint holds biases of q, k and v that are 0, and Megatron has none; `bias` is then False
     """
     sizes = (g.groups, g.heads // g.groups, g.head_dim)
     layout = grouped_qkv(*sizes)
@@ -128,6 +145,7 @@ def attention(
     }
     qkv = f"{megatron}self_attention.linear_qkv."
     if zero_bias:
+        # one row of six Hugging Face tensors: the layout refuses biases that are not 0
         yield Row(f"{qkv}weight", names["weight"] + names["bias"], zero_biased_qkv(*sizes), COLUMN)
     else:
         for part in ("weight", "bias") if bias else ("weight",):
@@ -144,7 +162,9 @@ def attention(
 
 
 def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterator[Row]:
-    """Yield multi-head latent attention.
+    """Yield multi-head latent attention, as in DeepSeek-V3.
+
+    q_lora_rank  size of the compressed queries; None: queries are not compressed
 
     Local specs cut the down projections by rows. Transformer Engine's layers hold them whole on every rank.
     """
@@ -173,7 +193,7 @@ def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterato
 
 
 def mlp(megatron: str, hf: str) -> Iterator[Row]:
-    """Yield a gated MLP."""
+    """Yield a gated MLP. `megatron` and `hf` end in `mlp.`, or with the expert's number."""
     yield Row(
         f"{megatron}linear_fc1.weight",
         (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"),
@@ -186,7 +206,10 @@ def mlp(megatron: str, hf: str) -> Iterator[Row]:
 def experts(
     megatron: str, hf: str, count: int, *, router_bias: bool, shared: bool
 ) -> Iterator[Row]:
-    """Yield router and experts of a layer, `shared` ones among them."""
+    """Yield the router and all `count` routed experts of a layer, and with `shared` its shared experts.
+
+    The number of an expert counts over the whole model; a rank's own modules count from 0 (`names.later`).
+    """
     yield Row(f"{megatron}router.weight", (f"{hf}gate.weight",))
     if router_bias:
         yield Row(f"{megatron}router.expert_bias", (f"{hf}gate.e_score_correction_bias",))
@@ -201,9 +224,11 @@ def mtp_layer(
 ) -> Iterator[Row]:
     """Yield MTP layer n.
 
-    names   the checkpoint's of the norms of embedding and hidden state, of the input projection and the final norm
+    names   the checkpoint's names, without `.weight`, in this order: norm of the embedding, norm of the hidden state,
+            input projection, final norm
     block   the rows of its decoder layer
-    layout  of the input projection; Megatron's order is embedding, hidden state
+    layout  of the input projection [H, 2H]: `SWAP_HALVES` if the checkpoint's order is hidden state, embedding.
+            Megatron's is embedding, hidden state
     """
     embedding, hidden, projection, final = (f"{name}.weight" for name in names)
     to = f"mtp.layers.{n}."

@@ -1,7 +1,8 @@
 """Safetensors files with a checksum of every tensor, so that a damaged one is found when it is read.
 
 `save` keeps the checksums in the file's own header, where every other reader of safetensors ignores them. `TensorFile`
-compares them whenever it reads a tensor; files of other writers have none and are read as they are.
+compares them whenever it reads a tensor; files of other writers have none and are read as they are. Checkpoints of runs
+(`train/checkpoint.py`) and Hugging Face directories (`hf_files.py`) consist of these files.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from megatron_rlspec.models.headers import open_safetensors
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.texts import shown
 
-CHECKSUMS = "rlspec.checksums"  # key in a file's metadata
+CHECKSUMS = "rlspec.checksums"  # key in a file's metadata; the value is JSON, a tensor's name -> its `checksum`
+# safetensors reports an error of the disk as text, such as "... (os error 28)".
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def checksum(tensor: Tensor) -> str:
-    """Compute the checksum of dtype, shape and every bit, such as "float32[2,3]:00f3…"; it detects any changed bit."""
+    """Compute the checksum of dtype, shape and every bit, such as "float32[2,3]:00f3…".
+
+    Files hold it, so it must not change: a file with a checksum of another form counts as damaged.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}[{','.join(map(str, tensor.shape))}]:{fingerprint(tensor):016x}"
 
@@ -40,12 +45,13 @@ def save(
 ) -> None:
     """Write one safetensors file, whole or not at all, with a checksum of every tensor. Raises OSError.
 
-    `tensors` must not share storage. `notes` go into the file's metadata. The mode follows the umask: safetensors
-    itself lets only the owner read its files.
+    tensors  by name, contiguous. They must not share storage
+    notes    further metadata of the file, returned as `TensorFile.notes`
     """
     checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
     with files.replacing(path) as partial:
         try:
+            # safetensors lets only the owner read its files. So take the mode that the umask gives, and set it again.
             partial.touch()
             mode = stat.S_IMODE(partial.stat().st_mode)
             save_file(
@@ -62,19 +68,26 @@ def save(
 
 
 def _sort_metadata(path: Path) -> None:
-    """Give equal contents equal bytes: safetensors writes a file's metadata in the random order of a hash map."""
+    """Give equal contents equal bytes: safetensors writes a file's metadata in the random order of a hash map.
+
+    The header is written again in place, so it must keep its length: 8 bytes of length, JSON, spaces up to that length.
+    """
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        # If Python's JSON is longer than safetensors', the file stays as it is: right, only not reproducible.
         if len(text) == size:
             file.seek(8)
             file.write(text)
 
 
 class ByName(Mapping[str, Tensor]):
-    """Tensors by name, each of which is read or made when it is asked for. Looking for a name reads nothing."""
+    """Tensors by name, each of which is read or made on access, every time anew. Looking for a name reads nothing.
+
+    names  set by the subclass, which also has `__getitem__`
+    """
 
     names: Collection[str]
 
@@ -91,7 +104,7 @@ class ByName(Mapping[str, Tensor]):
 class TensorFile(ByName):
     """Map names to tensors of one safetensors file. Every access reads and checks one. Close it, or use `with`.
 
-    notes  the file's metadata
+    notes  the file's metadata, `CHECKSUMS` among it
 
     Raises CheckpointError for a file that is missing, no file, damaged or not safetensors, and for a tensor whose
     bits are not those that were written.
@@ -104,10 +117,11 @@ class TensorFile(ByName):
         self.notes: Mapping[str, str] = metadata
         self.names = tuple(self._file.keys())
         self._checksums = _checksums(path, metadata.get(CHECKSUMS))
-        lost = sorted(self._checksums.keys() ^ set(self.names)) if self._checksums else []
-        if lost:
+        # A file of another writer has no checksums. In one of ours every tensor has one.
+        unmatched = sorted(self._checksums.keys() ^ set(self.names)) if self._checksums else []
+        if unmatched:
             raise CheckpointError(
-                f"{path}: {lost[0]} is in the list of checksums or in the file, not in both"
+                f"{path}: {unmatched[0]} is in the list of checksums or in the file, not in both"
             )
 
     def __enter__(self) -> TensorFile:
@@ -138,12 +152,13 @@ class TensorFile(ByName):
 
 
 def _checksums(path: Path, text: str | None) -> dict[str, str]:
+    """Parse the value of `CHECKSUMS`; {} for None. Raises CheckpointError."""
     if text is None:
         return {}
     try:
-        found = files.parse_json(text, f"{path}: checksums")
+        checksums = files.parse_json(text, f"{path}: checksums")
     except files.FileError as error:
         raise CheckpointError(str(error)) from None
-    if not isinstance(found, dict):
+    if not isinstance(checksums, dict):
         raise CheckpointError(f"{path}: its checksums are not a JSON object: the file is damaged")
-    return found
+    return checksums
