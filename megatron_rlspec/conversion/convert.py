@@ -1,9 +1,12 @@
 """Convert checkpoints between Hugging Face and Megatron, drafter included.
 
 `plan` reads the source's headers and returns a `Conversion`, in which each canonical Megatron name stands for a full
-tensor. A source of any kind, and a fresh drafter, have this form. `convert` then reads and writes one layer after the
-other. Memory holds one file of up to 5 GB where the target is Hugging Face's, and one tensor where it is Megatron's.
-The target appears when it is complete, or not at all.
+tensor that is read or made on access. A source of any kind, and a fresh drafter, have this form. `convert` then reads
+and writes one layer after the other. Memory holds one file of up to 5 GB where the target is Hugging Face's, and one
+tensor where it is Megatron's. The target appears when it is complete, or not at all.
+
+`commands/convert.py` calls both. Formats: `models/hf_files.py`, `torch_dist.py` (Megatron), `run_checkpoint.py` (source
+only).
 """
 
 from __future__ import annotations
@@ -38,15 +41,22 @@ from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
 from megatron_rlspec.models.lazy import Lazy, Makers, fused
 from megatron_rlspec.models.names import NameTable, name_table
 
-Kind = Literal["hf", "megatron"]
+Kind = Literal["hf", "megatron"]  # of a target; a source can also be a checkpoint of a run
+# Group 1 is the layer of a canonical name, of policy or drafter. (`models.names.LAYER` finds the policy's only.)
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
+# canonical names
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 _FINAL_NORM = "decoder.final_layernorm.weight"
 
 
 def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
-    """Add a new drafter to a source without one. It uses the target's first layer and final norm.
+    """Add a new MTP drafter to a source without one. It starts with the target's first layer and final norm.
+
+    table   names of the model with the drafter
+    source  full tensors of the target by canonical name
+
+    Tensors of the drafter's decoder layer are the target's own, not copies: a writer must copy them.
 
     The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
     The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are
@@ -58,15 +68,17 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
     a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
     mistakes.
     """
-    # the first layer with experts, if the drafter has them
-    wanted = _parts(table, "mtp.layers.0.transformer_layer.")
+    # The first layer with the same tensors as the drafter's. In a model whose first layers are dense, and whose drafter
+    # has experts, it is the first one with experts.
+    drafter_parts = _parts(table, "mtp.layers.0.transformer_layer.")
     layers = range(table.geometry.layers)
-    layer = next(n for n in layers if _parts(table, f"decoder.layers.{n}.") == wanted)
+    layer = next(n for n in layers if _parts(table, f"decoder.layers.{n}.") == drafter_parts)
 
-    @cache
+    @cache  # two norms need it, and it takes a pass over the whole embedding
     def embedding_rms() -> float:
         return float(_mean_squares(source[_EMBEDDING]).mean().sqrt())
 
+    # makes the tensor of the drafter with this canonical name
     def made(name: str) -> Tensor:
         inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
         if inner.startswith("transformer_layer."):
@@ -75,6 +87,7 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
         norm = source[_FINAL_NORM]
         if inner == "final_layernorm.weight":
             head = source[_HEAD if _HEAD in source else _EMBEDDING]
+            # Standard deviation over the vocabulary of the logits of a normed vector with independent channels.
             gain = norm.double()
             deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
             scale = min(1.0, 1.0 / max(deviation, 1e-12))
@@ -83,7 +96,7 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
             eye = torch.eye(table.geometry.hidden, dtype=norm.dtype)
             # Megatron's order: embedding, hidden
             return torch.cat((eye, torch.zeros_like(eye)), dim=1)
-        return torch.full_like(norm, embedding_rms())
+        return torch.full_like(norm, embedding_rms())  # enorm and hnorm
 
     makers: Makers = {}
     for name in table.rows:
@@ -92,7 +105,11 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
 
 
 def _mean_squares(rows: Tensor) -> Tensor:
-    """Return the mean square of each column of `[V, H]`, float64 `[H]`, in parts to save memory."""
+    """Return the mean square of each column of `[V, H]`, float64 `[H]`.
+
+    float64, because a sum of V squares would lose digits in the model's type; in parts, because a float64 copy of the
+    whole table would be several times as large.
+    """
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     for part in rows.split(4096):
         total += part.double().square().sum(0)
@@ -100,6 +117,7 @@ def _mean_squares(rows: Tensor) -> Tensor:
 
 
 def _parts(family: NameTable, prefix: str) -> set[str]:
+    """Return the names with this prefix, without it."""
     return {name.removeprefix(prefix) for name in family.rows if name.startswith(prefix)}
 
 
@@ -115,15 +133,24 @@ def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
         drafted = names_where(lambda facts: facts.added_drafter)
         known = refusal(config["architectures"][0], "given a drafter", drafted)
         raise ValueError(f"--add-mtp: {known}; --add-eagle3 gives it one where SGLang runs it")
-    found = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
+    changed = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
+    # a Llama that becomes a MiMo: `Family.has_qkv_bias` reads this key
     if FAMILIES[name].qkv_bias == "or_zero" and not record.has_qkv_bias(config):
-        found["attention_bias"] = False
-    return found
+        changed["attention_bias"] = False
+    return changed
 
 
 @dataclass(frozen=True)
 class SavedEagle3:
-    """The EAGLE-3 drafter of a run's checkpoint, which is written to a directory of its own."""
+    """The EAGLE-3 drafter of a run's checkpoint, which is written to a directory of its own.
+
+    target   the new directory
+    config   config.json of the drafter
+    source   the directory that the run's drafter started from: its small files are copied
+    ids      token ids that it drafts from, `[S] int64`
+    family   names of policy and drafter
+    tensors  full tensors of the drafter by canonical name, read on access
+    """
 
     target: Path
     config: dict[str, Any]
@@ -135,7 +162,17 @@ class SavedEagle3:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion."""
+    """A planned conversion. Nothing is written yet, and only headers are read.
+
+    source       the checkpoint
+    target       the new directory
+    to           the kind of the target
+    family       names of the model, a fresh drafter included
+    config       config.json of the target
+    tensors      full tensors by canonical name, read or made on access
+    small_files  the directory from which tokenizer and other small files are copied
+    eagle3       a second directory to write; None: there is none
+    """
 
     source: Path
     target: Path
@@ -148,11 +185,14 @@ class Conversion:
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """Canonical names by label: those of a layer, or a tensor outside of the layers."""
+        """Canonical names by label: a layer's prefix, or the name of a tensor outside of the layers.
+
+        `convert` works and reports group by group, in this order.
+        """
         groups: dict[str, list[str]] = {}
         for name in self.family.rows:
-            found = _LAYER.match(name)
-            groups.setdefault(found[1] if found else name, []).append(name)
+            layer = _LAYER.match(name)
+            groups.setdefault(layer[1] if layer else name, []).append(name)
         return groups
 
 
@@ -167,9 +207,12 @@ def plan(
 ) -> Conversion:
     """Read the source and plan the conversion. Raises CheckpointError, FileError or ValueError, each with one line.
 
+    source    directory of a checkpoint: of Hugging Face, of Megatron (torch_dist), or of a run (step-N)
+    target    directory that does not exist yet
     to        the kind of the target; default: the other kind than the source's, "hf" for a run's
     hf        Hugging Face directory with config.json and tokenizer of a Megatron checkpoint; default: the files that
               this converter left beside the checkpoint. Of a run's checkpoint: the model that the run started from
+    add_mtp   add a fresh MTP drafter; source and target may then be of one kind
     spec      the layer specs that will read a Megatron checkpoint; they matter for the norms of latent attention only
     """
     source = Path(source)
@@ -184,16 +227,17 @@ def plan(
     if hf:
         small_files = Path(hf)
     described = check_model(small_files, "convert", weights=False, tokenizer=False)
-    own = name_table(described, spec)
-    if add_mtp and own.drafter_names and _has_drafter(kind, source, own):
+    source_table = name_table(described, spec)
+    if add_mtp and source_table.drafter_names and _has_drafter(kind, source, source_table):
         raise ValueError(f"{source}: has a drafter already; --add-mtp would replace it")
     config = config_with_drafter(described) if add_mtp else described
     table = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if kind == "hf":
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
-        tensors = fused(own, read_hf(source)[1])
+        tensors = fused(source_table, read_hf(source)[1])
     else:
+        # By the table with the drafter: its names that the source lacks are not in `tensors`.
         tensors = TorchDistReader(source, table)
         _check_complete(source, tensors, table, drafter=not add_mtp)
     if add_mtp:
@@ -202,38 +246,45 @@ def plan(
 
 
 def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
-    """Plan the conversion of a run's checkpoint to Hugging Face. Raises CheckpointError or FileError."""
+    """Plan the conversion of a run's checkpoint to Hugging Face. Raises CheckpointError or FileError.
+
+    hf  the model that the run started from; None: where the run's config.json says
+    """
     model, drafter_path = run_checkpoint.model_of(source, hf)
     config = check_model(model, "convert", weights=False, tokenizer=False)
     layout = run_checkpoint.layout_of(source)
-    # A run without a trained drafter, and without one beside the model, kept the model's own.
-    kept = not layout.drafter and drafter_path is None
-    if not kept or not _has_drafter("hf", model, name_table(config)):
+    # A run that trained no drafter, and had none in `drafter.path`, drafted with the model's own MTP layers, which then
+    # belong to the result.
+    keeps_own_drafter = not layout.drafter and drafter_path is None
+    if not keeps_own_drafter or not _has_drafter("hf", model, name_table(config)):
+        # one MTP layer if the checkpoint has a trained one, otherwise none
         config = {**config, "num_nextn_predict_layers": int(layout.drafter == "mtp")}
     if layout.drafter == "mtp":
         config = {**config, **layout.chosen}
     table = name_table(config, run_checkpoint.spec_of(source))
     tensors = run_checkpoint.tensors_of(source, table, layout.tensor)
     if not layout.drafter:
+        # The checkpoint has no tensors of a drafter that was not trained: they come from the model.
         frozen = fused(table, read_hf(model)[1])
         for name in filter(table.is_drafter, frozen):
             tensors.makers[name] = frozen.makers[name]
     _check_complete(source, tensors, table)
     eagle3 = None
     if layout.drafter == "eagle3":
-        eagle3 = _eagle3(source, target, config, layout, drafter_path)
+        eagle3 = _plan_of_eagle3(source, target, config, layout, drafter_path)
     return Conversion(source, target, "hf", table, config, tensors, model, eagle3)
 
 
 def _check_complete(
     source: Path, tensors: Mapping[str, Tensor], table: NameTable, *, drafter: bool = True
 ) -> None:
-    lost = sorted(table.rows.keys() - set(tensors))
+    """Raise CheckpointError if `tensors` lacks names of `table`. `drafter`: those of the drafter count, too."""
+    missing = sorted(table.rows.keys() - set(tensors))
     if not drafter:
-        lost = [name for name in lost if not table.is_drafter(name)]
-    if lost:
+        missing = [name for name in missing if not table.is_drafter(name)]
+    if missing:
         raise CheckpointError(
-            f"{source}: lacks {len(lost)} tensors of {table.name}, such as {lost[0]}"
+            f"{source}: lacks {len(missing)} tensors of {table.name}, such as {missing[0]}"
         )
 
 
@@ -270,7 +321,7 @@ def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Lite
     return kind, to
 
 
-def _eagle3(
+def _plan_of_eagle3(
     source: Path,
     target: Path,
     config: dict[str, Any],
@@ -280,32 +331,34 @@ def _eagle3(
     """Plan the directory of an EAGLE-3 drafter. Raises CheckpointError or FileError.
 
     config   the policy's
-    drafter  the directory that the run's drafter started from
+    drafter  the directory that the run's drafter started from: the checkpoint does not hold its draft vocabulary
     """
     if drafter is None or not drafter.is_dir():
         raise CheckpointError(
             f"{source}: its drafter's words are in drafter.path={drafter} of the run, which is not here; expected it"
         )
-    own, tensors = read_hf(drafter)
-    ids = words(tensors, own)
+    drafter_config, drafter_tensors = read_hf(drafter)
+    ids = words(drafter_tensors, drafter_config)
+    # The checksum is that of `eagle3_identity` in `train/model.py`: over the ids as int64.
     if f"{zlib.crc32(ids.numpy().tobytes()):08x}" not in layout.words:
         raise CheckpointError(
             f"{source}: its drafter drafts from other words than the run's drafter.path={drafter} has now"
         )
     beside = target.with_name(f"{target.name}_drafter")
     files.check_new_directory(beside)
-    own |= layout.chosen
-    table = name_table({**config, DRAFTER: own})
-    held = run_checkpoint.tensors_of(source, table, layout.tensor)
-    return SavedEagle3(beside, own, drafter, ids, table, held)
+    drafter_config |= layout.chosen
+    table = name_table({**config, DRAFTER: drafter_config})
+    tensors = run_checkpoint.tensors_of(source, table, layout.tensor)
+    return SavedEagle3(beside, drafter_config, drafter, ids, table, tensors)
 
 
 def convert(
     work: Conversion, advance: Callable[[str], None] = lambda label: None, *, link: bool = False
 ) -> None:
-    """Convert. Calls `advance(label)` after every group.
+    """Convert. Calls `advance(label)` after every group of `Conversion.groups`.
 
-    link  a Hugging Face target has links to the source's files, and a copy of no tensor in them
+    link  only for a conversion from Hugging Face to Hugging Face (`--add-mtp`): the target has symbolic links to the
+          source's files, and only tensors that are not in them are written
 
     Raises CheckpointError for a damaged source, OSError, for a full disk for example, and FileError if another
     process writes this target. Nothing is then left behind.
@@ -319,6 +372,7 @@ def convert(
                 built = _build_hf(work, advance, _by_their_names(work.source) if link else {})
             else:
                 built = _build_megatron(work, advance)
+            # The drafter gets its name first: whoever sees the target finds the drafter beside it.
             if work.eagle3 is not None:
                 drafter = _build_eagle3(work.eagle3)
                 checkpoint.publish(drafter, work.eagle3.target)
@@ -330,6 +384,8 @@ def convert(
 def _build_hf(
     work: Conversion, advance: Callable[[str], None], linked: Mapping[str, Header]
 ) -> Path:
+    """Write a Hugging Face directory for `publish`. `linked`: tensors by their names, which it has links to."""
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for label, names in work.groups.items():
             for name in names:
@@ -339,7 +395,7 @@ def _build_hf(
                 for hf, tensor in work.family.to_hf(name, work.tensors[name]):
                     if hf in linked:
                         continue
-                    # A fresh drafter shares storage with a layer, which safetensors refuses.
+                    # A copy, because safetensors refuses shared storage: a fresh drafter shares it with a layer.
                     yield hf, tensor.clone(memory_format=torch.contiguous_format)
                     for copy in row.copies:
                         yield copy, tensor.clone()
@@ -351,16 +407,21 @@ def _build_hf(
 
 
 def _by_their_names(source: Path) -> dict[str, Header]:
-    """Return the tensors of a Hugging Face directory that its files call by their names, whole."""
+    """Return the tensors of a Hugging Face directory that a link to their files is enough for.
+
+    Not a tied head under its own name, and not experts in one tensor: the target must hold these under other names.
+    """
     headers = read_hf(source)[1].headers
     return {name: header for name, header in headers.items() if header.name == name}
 
 
 def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
+    """Write a Megatron checkpoint for `publish`, with config.json and tokenizer beside it for the way back."""
     with checkpoint.building(work.target) as folder:
         release = folder / "release"
         writer = TorchDistWriter(release, work.family)
         for label, names in work.groups.items():
+            # a generator: one tensor at a time is in memory
             writer.write((name, work.tensors[name]) for name in names)
             advance(label)
         writer.finish()
@@ -371,14 +432,16 @@ def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
 
 
 def _build_eagle3(drafter: SavedEagle3) -> Path:
+    """Write the directory of an EAGLE-3 drafter for `publish`."""
     table = drafter.family
-    own: list[tuple[str, Tensor]] = []
+    tensors: list[tuple[str, Tensor]] = []
     for name in filter(table.is_drafter, drafter.tensors):
-        own += table.to_hf(name, drafter.tensors[name])
-    return build_drafter(drafter.target, drafter.config, own, drafter.ids, drafter.source)
+        tensors += table.to_hf(name, drafter.tensors[name])
+    return build_drafter(drafter.target, drafter.config, tensors, drafter.ids, drafter.source)
 
 
 def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
+    """Return whether a checkpoint of this kind holds a tensor of the drafter that `family` names."""
     if kind == "hf":
         tensors = read_hf(source)[1]
         return any(name in tensors for name in family.drafter_names)

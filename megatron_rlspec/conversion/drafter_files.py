@@ -1,7 +1,10 @@
 """Read a model with its EAGLE-3 drafter, make a fresh drafter, and write one.
 
-In memory the two are one model. `hf_config[DRAFTER]` is the drafter's config.json, and the drafter's tensors have their
-names in its own directory behind `PREFIX`. On disk they are two directories.
+In memory the two are one model. `hf_config[DRAFTER]` is the drafter's config.json, and the names of the drafter's
+tensors are those in its own directory with `PREFIX` before them. On disk they are two directories. `eagle3.py` checks
+the drafter's.
+
+The `words` of a drafter are the token ids that it drafts from, its draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from megatron_rlspec.models.hf_files import CheckpointError, LazyTensors, build_
 from megatron_rlspec.models.names import name_table
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 
-# of a fresh drafter, unless asked for more; the size that published drafters have
+# size of the draft vocabulary of a fresh drafter if the user states none; that of published drafters
 MOST_WORDS = 32_000
+# keys of config.json that a fresh drafter takes over from its target
 _SAME = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps rope_theta "
     "rope_scaling rope_parameters max_position_embeddings initializer_range hidden_act torch_dtype dtype eos_token_id "
@@ -32,40 +36,46 @@ _SAME = (
 
 
 def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, Any], LazyTensors]:
-    """Read config.json and open the tensors, joined with those of the EAGLE-3 drafter in the directory `drafter`.
+    """Return config.json and tensors of a model, joined with its EAGLE-3 drafter. Tensors are read on access.
 
-    The target then counts as a model without MTP layers. Raises CheckpointError.
+    drafter  directory of the EAGLE-3 drafter; "": the model alone, with its MTP layers if it has some
+
+    With a drafter, the target's own MTP layers are left out. Raises CheckpointError.
     """
     config, tensors = read_hf(path)
     if not drafter:
         return config, tensors
-    own_config, own = read_hf(drafter)
+    drafter_config, drafter_tensors = read_hf(drafter)
     headers = dict(tensors.headers)
-    for unused in name_table(config).drafter_names:
-        headers.pop(unused, None)
-    headers |= {PREFIX + own_name(name): header for name, header in own.headers.items()}
-    return {**config, "num_nextn_predict_layers": 0, DRAFTER: own_config}, LazyTensors(headers)
+    for mtp_tensor in name_table(config).drafter_names:
+        headers.pop(mtp_tensor, None)
+    headers |= {PREFIX + own_name(name): header for name, header in drafter_tensors.headers.items()}
+    joined = {**config, "num_nextn_predict_layers": 0, DRAFTER: drafter_config}
+    return joined, LazyTensors(headers)
 
 
 def read_drafter(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of an EAGLE-3 drafter alone, named as in `read_model`. Raises CheckpointError."""
-    _, own = read_hf(path)
-    return {PREFIX + own_name(name): own[name] for name in own}
+    """Read all tensors of an EAGLE-3 drafter into memory, named as in `read_model`. Raises CheckpointError."""
+    _, tensors = read_hf(path)
+    return {PREFIX + own_name(name): tensors[name] for name in tensors}
 
 
 def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a push holds: all but the maps of an EAGLE-3 drafter's words."""
+    """Yield the tensors that a push sends: all but `MAPS` of an EAGLE-3 drafter. Each is read when it is yielded."""
     return ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS)
 
 
 def read_with_drafter(policy: str | Path, place: str | Path) -> tuple[dict[str, Any], LazyTensors]:
-    """Read a policy with the drafter of the directory `place`: its MTP layers, or an EAGLE-3 drafter.
+    """Return a policy with the drafter of another directory, as `read_model` does.
+
+    place  the directory: of an EAGLE-3 drafter, or of a model of the policy's family, whose MTP layers take the place
+           of the policy's
 
     Raises CheckpointError.
     """
     config, tensors = read_hf(policy)
-    own_config, own = read_hf(place)
-    if own_config.get("architectures") == [EAGLE3]:
+    other_config, other = read_hf(place)
+    if other_config.get("architectures") == [EAGLE3]:
         check_drafter(place, config, str(policy))
         return read_model(policy, place)
     names = name_table(config).drafter_names
@@ -74,16 +84,18 @@ def read_with_drafter(policy: str | Path, place: str | Path) -> tuple[dict[str, 
             f"config.json of {policy}: no MTP layer in place of which {place} could stand; expected a policy with one, "
             "or EAGLE-3 drafters"
         )
-    lost = [name for name in names if name not in own]
-    if lost:
-        raise CheckpointError(f"{place}: lacks {lost[0]} of {policy}; expected a drafter")
-    return config, LazyTensors({**tensors.headers, **{name: own.headers[name] for name in names}})
+    missing = [name for name in names if name not in other]
+    if missing:
+        raise CheckpointError(f"{place}: lacks {missing[0]} of {policy}; expected a drafter")
+    return config, LazyTensors({**tensors.headers, **{name: other.headers[name] for name in names}})
 
 
 def words(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     """Return the token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`.
 
     tensors, config  of the drafter's own directory, or of `read_model`
+
+    `d2t` holds each token id minus its index. Without it the drafter drafts from all tokens.
     """
     ids = torch.arange(config.get(DRAFTER, config)["draft_vocab_size"])
     offsets = tensors.get("d2t", tensors.get(PREFIX + "d2t"))
@@ -97,10 +109,15 @@ def build_drafter(
     ids: Tensor,
     tokenizer_from: str | Path | None = None,
 ) -> Path:
-    """Write a drafter's directory as `build_hf`. `tensors` are its own, named with or without `PREFIX`."""
+    """Write an EAGLE-3 drafter's directory as `build_hf`, and return it for `publish`.
+
+    config   the drafter's own config.json
+    tensors  its trained tensors, named with or without `PREFIX`; read into memory all together
+    ids      token ids that it drafts from, ascending, `[S] int64`, of which the maps d2t and t2d are made
+    """
     drafted = torch.zeros(config["vocab_size"], dtype=torch.bool)
     drafted[ids] = True
-    maps = dict(zip(MAPS, (ids - torch.arange(len(ids)), drafted), strict=True))
+    maps = dict(zip(MAPS, (ids - torch.arange(len(ids)), drafted), strict=True))  # in the order of MAPS: d2t, t2d
     named = ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
     return build_hf(path, config, [*named, *maps.items()], tokenizer_from)
 
@@ -108,11 +125,12 @@ def build_drafter(
 def make_drafter(source: str | Path, target: str | Path, size: int = 0) -> dict[str, Any]:
     """Write a fresh EAGLE-3 drafter for the model in `source` to the directory `target`. Returns its config.json.
 
-    size  words of drafts; 0: all, but at most `MOST_WORDS`. They are those of the lowest ids, which BPE merged first,
-          and the ends of a text
+    size  of the draft vocabulary; 0: all tokens, but at most `MOST_WORDS`. It has the lowest ids, which BPE merged
+          first and which are therefore frequent, and the ends of a text
 
-    Its head has the target's rows, and its final norm the target's. The other matrices are random. Raises
-    CheckpointError or FileError for a source or target that does not serve.
+    The head has the target's rows of these tokens, and the final norm is the target's. All other matrices are random.
+    Raises ValueError for a size above the target's, and CheckpointError or FileError for a source or a target that
+    cannot be used.
     """
     files.check_new_directory(Path(target))
     hf_config = check_model(source, "train", drafter=False, tokenizer=False)
@@ -140,7 +158,10 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0) -> dict[
 
 
 def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, Any]:
-    """Return the config.json of a fresh drafter of `size` words; 0: as many as in `make_drafter`."""
+    """Return the config.json of a fresh EAGLE-3 drafter of one layer. `size`: as for `make_drafter`.
+
+    hf_config  of the target
+    """
     size = size or min(hf_config["vocab_size"], MOST_WORDS)
     layers = hf_config["num_hidden_layers"]
     config = {key: hf_config[key] for key in _SAME.split() if hf_config.get(key) is not None}
@@ -151,11 +172,12 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
         "draft_vocab_size": size,
         "tie_word_embeddings": False,
     }
-    # SGLang's default, and for a smaller model the outputs of the last three layers but one, or of as many as it has.
+    # The layers whose inputs are read. SGLang's default ascends only from 7 layers on; a smaller model gives the inputs
+    # of its last three layers, or of all if it has fewer.
     inputs = (
         (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(max(0, layers - 3), layers))
     )
-    outputs = [i - 1 for i in inputs]
+    outputs = [i - 1 for i in inputs]  # config.json names the layer before, by its output; -1: the embedding
     config["eagle_config"] = {
         "use_aux_hidden_state": True,
         "eagle_aux_hidden_state_layer_ids": outputs,
@@ -166,6 +188,8 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
 def _fresh(
     config: Mapping[str, Any], taps: int, head: Tensor, norm: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a fresh drafter, in the dtype of `head`. `head [S, H]` and `norm [H]` are the target's."""
+    # A generator of its own: the same command gives the same drafter, and the global random state stays.
     generator = torch.Generator().manual_seed(0)
     std = config.get("initializer_range", 0.02)
     for name, shape in shapes(check_drafter_config(config, "a fresh drafter"), taps).items():

@@ -177,7 +177,7 @@ def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
 
     A pipeline stage's layers follow those of the stages before it, so all shards are needed to number one.
     """
-    layers: dict[int, set[str]] = {}  # pipeline stage -> numbers of its layers, over the policy's dense and expert files
+    layers: dict[int, set[str]] = {}  # pipeline stage -> numbers of its layers, from all its files
     for shard in shards:
         layers.setdefault(shard.pipeline, set()).update(_numbers(LAYER, shard.names))
     for shard in shards:

@@ -1,8 +1,9 @@
 """Read and write Megatron checkpoints of the `torch_dist` format, one tensor at a time, without Megatron.
 
-The format is PyTorch's distributed checkpoint: files of `torch.save`d tensors, and a pickled index with the place of
-each part of each global tensor. A reader can have other tensor, pipeline and expert parallel sizes than the writer.
-Megatron's names:
+The format is PyTorch's distributed checkpoint: files of `torch.save`d tensors, and a pickled index (`.metadata`) with
+the place of each part of each global tensor. A reader can have other tensor, pipeline and expert parallel sizes than
+the writer. `convert.py` calls the reader and the writer; both go by canonical names, and `place` translates them to
+Megatron's stored names:
 
     a dense model's layers are one tensor [L, ...]   decoder.layers.mlp.linear_fc2.weight
     other layers are numbered                        decoder.layers.3.mlp.router.weight, mtp.layers.0.eh_proj.weight
@@ -45,56 +46,75 @@ from megatron_rlspec.models.tensor_file import ByName
 from megatron_rlspec.texts import first_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
+# Files of a step's directory, under the names that Megatron and PyTorch look for.
 _INDEX = ".metadata"
 _BACKEND = "metadata.json"
 _COMMON = "common.pt"
-# Modules for which Megatron stores an (empty) extra state. Loading fails without it. They are linear layers; under
-# Transformer Engine also norms that are not fused into one, and the core attention of MTP layers.
+# Megatron stores an (empty) extra state beside each linear layer, and loading fails without it. Under Transformer
+# Engine also beside norms that are not fused into a linear layer, and for core attention (`_extra_states`).
 _LINEAR = re.compile(r"\.(linear_\w+|eh_proj)\.weight$")
 _NORM = re.compile(r"norm\.weight$")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor of the model: slice `at` of the leading axes, of sizes `of`, of the global tensor `key`."""
+    """The place of a tensor of the model in a checkpoint: in the global tensor `key`, at `indices` of its leading axes.
+
+    The leading axes are layers [L], experts [E], both [L, E], or none.
+
+    indices  numbers of layer and expert, one for each leading axis
+    sizes    sizes of the leading axes
+    """
 
     key: str
-    at: tuple[int, ...] = ()
-    of: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 def place(family: NameTable, name: str, stacked: bool, spec: str) -> Place:
-    """Return the place of a canonical name. `stacked`: all layers form one tensor, as `uniform` says."""
-    at: list[int] = []
-    of: list[int] = []
+    """Return the place of a canonical name.
+
+    stacked  all layers form one global tensor, as `uniform` says
+    spec     layer specs of Megatron, "te" or "local"
+    """
+    indices: list[int] = []
+    sizes: list[int] = []
     key = _stored_name(family, name, spec)
+    # The axis of layers comes before that of experts.
     layer = LAYER.match(key)
     expert = EXPERT.search(key)
     if layer and stacked:
         key = key.replace(layer[0], "decoder.layers.", 1)
-        at.append(int(layer[1]))
-        of.append(family.geometry.layers)
+        indices.append(int(layer[1]))
+        sizes.append(family.geometry.layers)
     if expert:
         key = key.replace(expert[0], ".mlp.experts.experts.", 1)
-        at.append(int(expert[1]))
-        of.append(family.experts)
-    return Place(key, tuple(at), tuple(of))
+        indices.append(int(expert[1]))
+        sizes.append(family.experts)
+    return Place(key, tuple(indices), tuple(sizes))
 
 
 def _stored_name(family: NameTable, name: str, spec: str) -> str:
-    """Return the stored name. Local specs fuse the names of both norms of a block, except with latent attention."""
+    """Return the name under which Megatron stores a canonical name, before layers and experts are stacked.
+
+    Local specs, too, store both norms of a block under the names that they have under Transformer Engine (Megatron's
+    `sharded_state_dict_keys_map`), but not with latent attention.
+    """
     if spec == "te":
         return family.fused(name)
     if any("linear_kv_up_proj" in row for row in family.rows):
         return name
-    for norm, layer in FUSED[:2]:
+    for norm, layer in FUSED[:2]:  # input_layernorm and pre_mlp_layernorm
         name = name.replace(f".{norm}", f".{layer}layer_norm_")
     return name
 
 
 def uniform(family: NameTable) -> bool:
-    """Return whether Megatron stacks this model's layers: only if all are of one kind and none has experts."""
-    kinds: dict[str, set[str]] = {}
+    """Return whether Megatron stacks this model's layers: only if all are of one kind and none has experts.
+
+    The writer must do as the reading Megatron does. `TorchDistReader` accepts both.
+    """
+    kinds: dict[str, set[str]] = {}  # number of a layer -> names of its tensors without the layer's prefix
     for name in family.rows:
         if layer := LAYER.match(name):
             kinds.setdefault(layer[1], set()).add(name.removeprefix(layer[0]))
@@ -105,7 +125,13 @@ def uniform(family: NameTable) -> bool:
 
 
 class TorchDistReader(ByName):
-    """Maps canonical Megatron names to full tensors, read on access. The checkpoint may be sharded in any way."""
+    """Maps canonical Megatron names to full tensors, read on access. The checkpoint may be sharded in any way.
+
+    path    of the checkpoint, or of one step in it
+    family  names of the model. Those that the checkpoint lacks are not in `names`
+
+    Raises CheckpointError for a missing or damaged index, and on access for a missing or damaged part.
+    """
 
     def __init__(self, path: str | Path, family: NameTable) -> None:
         self.directory = checkpoint_directory(Path(path))
@@ -117,22 +143,23 @@ class TorchDistReader(ByName):
         self._where = index.storage_data
         self._places: dict[str, Place] = {}
         for name in family.rows:
-            if found := self._find(family, name):
-                self._places[name] = found
+            if where := self._find(family, name):
+                self._places[name] = where
         self.names = self._places
 
     def __getitem__(self, name: str) -> Tensor:
         where = self._places[canonical(name)]
         stored = self._stored[where.key]
-        lead = len(where.at)
-        if tuple(stored.size[:lead]) != where.of:
+        lead = len(where.indices)  # the number of leading axes, which the tensor itself does not have
+        if tuple(stored.size[:lead]) != where.sizes:
             raise CheckpointError(
-                f"{self.directory}: {where.key} is stacked {list(stored.size[:lead])}, expected {list(where.of)}"
+                f"{self.directory}: {where.key} is stacked {list(stored.size[:lead])}, expected {list(where.sizes)}"
             )
         shape = stored.size[lead:]
-        chunks = [chunk for chunk in stored.chunks if _holds(chunk, where.at)]
+        chunks = [chunk for chunk in stored.chunks if _holds(chunk, where.indices)]
         present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
-        # Compared before memory is allocated for the size in the index.
+        # Compared before memory is allocated for the size in the index, which may be wrong. It also makes sure that no
+        # element of `full`, which `torch.empty` leaves undefined, stays unwritten.
         if present != math.prod(shape):
             raise CheckpointError(
                 f"{self.directory}: {where.key} is not whole ({present} of {math.prod(shape)} elements)"
@@ -140,13 +167,17 @@ class TorchDistReader(ByName):
         full = torch.empty(shape, dtype=stored.properties.dtype)
         for chunk in chunks:
             part = self._read(where.key, chunk, stored.properties.dtype)
-            inside = tuple(at - start for at, start in zip(where.at, chunk.offsets, strict=False))
+            # not strict: `chunk.offsets` has all axes, and only the leading ones count here
+            inside = tuple(
+                index - start for index, start in zip(where.indices, chunk.offsets, strict=False)
+            )
             spans = zip(chunk.offsets[lead:], chunk.sizes[lead:], strict=True)
             target = tuple(slice(start, start + size) for start, size in spans)
             full[target] = part[inside]
         return full
 
     def _find(self, family: NameTable, name: str) -> Place | None:
+        """Return the first place of the name that the checkpoint has: which of the four it uses is not stated there."""
         candidates = (
             place(family, name, stacked, spec)
             for stacked in (True, False)
@@ -156,6 +187,7 @@ class TorchDistReader(ByName):
 
     def _read(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
+        # Without offsets: a tensor of one part, of which the index need not say where it begins.
         info = self._where.get(MetadataIndex(key, chunk.offsets)) or self._where.get(
             MetadataIndex(key)
         )
@@ -174,6 +206,7 @@ class TorchDistReader(ByName):
     def _bytes(self, key: str, info: _StorageInfo) -> bytes:
         """Read the bytes of a stored part. Raises CheckpointError."""
         file = self.directory / info.relative_path
+        # A damaged or hostile index must not make this read a file elsewhere.
         if Path(info.relative_path).name != info.relative_path or not file.is_file():
             raise CheckpointError(
                 f"{self.directory / _INDEX}: places {key} in {info.relative_path}; expected a file beside it"
@@ -210,7 +243,10 @@ def checkpoint_directory(path: Path) -> Path:
 
 
 def _load_part(data: bytes, where: str) -> Tensor:
-    """Load the tensor of one `torch.save`d part, after comparing the CRCs in its zip archive."""
+    """Load the tensor of one `torch.save`d part. Raises CheckpointError; `where` names file and tensor.
+
+    `torch.load` itself compares no CRCs, so those of the zip archive are compared first. `weights_only` runs no code.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             broken = archive.testzip()
@@ -228,9 +264,9 @@ def _load_part(data: bytes, where: str) -> Tensor:
     return part
 
 
-def _holds(chunk: ChunkStorageMetadata, at: tuple[int, ...]) -> bool:
-    """Return whether a chunk holds slice `at` of the leading axes."""
-    lead = zip(at, chunk.offsets, chunk.sizes, strict=False)
+def _holds(chunk: ChunkStorageMetadata, indices: tuple[int, ...]) -> bool:
+    """Return whether a chunk holds elements at `indices` of the leading axes."""
+    lead = zip(indices, chunk.offsets, chunk.sizes, strict=False)
     return all(start <= i < start + size for i, start, size in lead)
 
 
@@ -238,20 +274,27 @@ def _holds(chunk: ChunkStorageMetadata, at: tuple[int, ...]) -> bool:
 
 
 class TorchDistWriter:
-    """Writes groups of tensors, each to a file of its own that appears complete or not at all. Call `finish` last."""
+    """Writes groups of tensors, each group to a file of its own. The checkpoint is unreadable until `finish` is called.
+
+    directory  of the step, which must not exist
+    family     names of the model; its `spec` is that of the Megatron that will read the checkpoint
+    """
 
     def __init__(self, directory: Path, family: NameTable) -> None:
         self.directory = directory
         self.family = family
         self.stacked = uniform(family)
-        self._parts: dict[str, Any] = {}
-        self._where: dict[MetadataIndex, _StorageInfo] = {}
+        self._parts: dict[str, Any] = {}  # the index: metadata of each global tensor and of each extra state, by key
+        self._where: dict[MetadataIndex, _StorageInfo] = {}  # the index: file and bytes of each part
         self._files = 0
         directory.mkdir(parents=True)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write one group. Tensors are consumed one by one. Raises OSError."""
-        file = self.directory / f"__{self._files}_0.distcp"
+        """Write one group: canonical names and full tensors, consumed one by one. Raises OSError.
+
+        Raises CheckpointError if two layers whose tensors form one global tensor differ in shape.
+        """
+        file = self.directory / f"__{self._files}_0.distcp"  # as PyTorch names them: rank, number
         self._files += 1
         spec = self.family.spec
         with file.open("wb") as stream:
@@ -259,20 +302,22 @@ class TorchDistWriter:
                 where = place(self.family, name, self.stacked, spec)
                 self._write(stream, file.name, where, tensor)
                 for key in _extra_states(where.key, spec):
-                    at = ".".join(map(str, where.at or [0]))
-                    of = ".".join(map(str, where.of or [1]))
-                    key = f"{key}/shard_{at}_{of}"
+                    # the form of Megatron's `ShardedObject.unique_key`
+                    offsets = ".".join(map(str, where.indices or [0]))
+                    sizes = ".".join(map(str, where.sizes or [1]))
+                    key = f"{key}/shard_{offsets}_{sizes}"
                     self._parts[key] = BytesStorageMetadata()
                     self._where[MetadataIndex(key)] = _append(stream, file.name, [None])
 
     def _write(self, stream: Any, file: str, where: Place, tensor: Tensor) -> None:
+        """Write one tensor as a part of its global tensor, and note the part in the index."""
         # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so a view
         # is copied first.
-        whole = tensor.contiguous().view(*(1 for _ in where.at), *tensor.shape)
+        whole = tensor.contiguous().view(*(1 for _ in where.indices), *tensor.shape)
         if whole.untyped_storage().nbytes() != whole.nbytes:
             whole = whole.clone()
-        size = torch.Size(where.of + tuple(tensor.shape))
-        offset = torch.Size(where.at + (0,) * tensor.dim())
+        size = torch.Size(where.sizes + tuple(tensor.shape))
+        offset = torch.Size(where.indices + (0,) * tensor.dim())
         properties = TensorProperties(dtype=tensor.dtype)
         stored = self._parts.setdefault(where.key, TensorStorageMetadata(properties, size, []))
         if stored.size != size:
@@ -296,7 +341,7 @@ class TorchDistWriter:
 
 
 def _extra_states(key: str, spec: str) -> Iterator[str]:
-    """Yield the keys of the extra states that Megatron looks for where it looks for the tensor `key`."""
+    """Yield the keys of the extra states that Megatron expects beside the stored tensor `key`."""
     module = key.removesuffix(".weight")
     if _LINEAR.search(key) or (spec == "te" and _NORM.search(key)):
         yield f"{module}._extra_state"
@@ -305,7 +350,7 @@ def _extra_states(key: str, spec: str) -> Iterator[str]:
 
 
 def _append(stream: Any, file: str, content: Any) -> _StorageInfo:
-    """Write one part to `file`. Returns where it lies."""
+    """Write one part to the end of `stream`, the file named `file`. Returns file name, first byte and length."""
     first = stream.tell()
     torch.save(content, stream)
     return _StorageInfo(file, first, stream.tell() - first)

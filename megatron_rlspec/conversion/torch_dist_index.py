@@ -1,4 +1,8 @@
-"""The index of a `torch_dist` checkpoint, read without running code of the file."""
+"""The index of a `torch_dist` checkpoint, read without running code of the file.
+
+The index, `.metadata`, is a pickle of PyTorch's `Metadata`. A pickle can name any function to call, and checkpoints
+come from elsewhere. So only the classes below are found. `torch_dist.py` checks the places in the index, and the parts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,12 @@ from megatron_rlspec.texts import first_line
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that loads the classes of an index only, and raises CheckpointError for any other."""
+    """An unpickler that finds the classes of an index only, and raises CheckpointError for any other name.
+
+    _MODULES  modules whose dataclasses may be loaded. `_DATACLASS` keeps their functions out: a class begins with a
+              capital letter
+    _OTHERS   further single names
+    """
 
     _MODULES = {
         "torch.distributed.checkpoint.metadata",
@@ -37,7 +46,8 @@ class _IndexUnpickler(pickle.Unpickler):
         if is_dtype or is_part or (module, name) in self._OTHERS:
             return super().find_class(module, name)
         if module.startswith("megatron.core.dist_checkpointing"):
-            # Megatron 0.15 wrapped metadata and plan; the reader does not use them
+            # Megatron 0.15 pickled objects of its own. A class without code takes their place: the reader needs at most
+            # their attributes.
             return type(name, (), {})
         raise CheckpointError(
             f"the index refers to {module}.{name}, which no checkpoint index needs"
@@ -47,10 +57,10 @@ class _IndexUnpickler(pickle.Unpickler):
 def load_index(file: Path) -> Metadata:
     """Read the index. Raises CheckpointError.
 
-    Of Megatron 0.15, an object that only has the same attributes.
+    For a checkpoint of Megatron 0.15 the result is no `Metadata`, but an object with the same attributes.
     """
     try:
-        found = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()
+        index = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()
     except files.FileError as error:
         raise CheckpointError(str(error)) from None
     except CheckpointError as error:
@@ -58,6 +68,6 @@ def load_index(file: Path) -> Metadata:
     except Exception as error:  # damaged bytes make an unpickler raise almost anything
         raise CheckpointError(f"{file}: unreadable index: {first_line(error)}") from None
     for part in ("state_dict_metadata", "storage_data"):
-        if not isinstance(getattr(found, part, None), dict):
+        if not isinstance(getattr(index, part, None), dict):
             raise CheckpointError(f"{file}: not the index of a checkpoint")
-    return found
+    return index
