@@ -38,7 +38,7 @@ class Eagle3(Llama):
     target_hidden_size     of the target; None: as the drafter's own
     num_aux_hidden_states  how many layers of the target it reads; None: as `eagle_config` says
 
-    The two settings `norms_each` and `norms_joined` have two keys each. The properties decide as SGLang does.
+    `norms_each` and `norms_joined` can each be stated under two keys. The properties decide as SGLang does.
     """
 
     draft_vocab_size: Size

@@ -158,7 +158,7 @@ def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
 def open_safetensors(file: Path, framework: Literal["np", "pt"]) -> Any:
     """Open a safetensors file; only its header is read now. Raises CheckpointError.
 
-    framework  of the tensors that the returned object reads: "np" imports no torch, but cannot read bfloat16
+    framework  of the tensors that the returned object reads; "np" imports no torch
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file; expected safetensors")

@@ -89,8 +89,8 @@ class Canary:
                   from the lower one of `expected` and the engine's last good canary, because acceptance on the first
                   tokens of answers differs from acceptance on the rest
 
-        Afterwards the engines still run `chain`, and none of them is held. The caller must set their rule, or hold
-        them, again. An engine that fails has an `error` in its result; nothing is raised for it.
+        With a `chain`, the engines still run it afterwards, and none of them is held. The caller must then set their
+        rule, or hold them, again. An engine that fails has an `error` in its result; nothing is raised for it.
         """
         if not engines:
             return {}

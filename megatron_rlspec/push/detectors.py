@@ -63,7 +63,7 @@ class HealthSettings:
 def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
     """Check that every response token carries a policy version in [oldest, newest], both included.
 
-    Returns the first problem. A sample of another version would be trained on as if the current policy had drawn it.
+    Returns the first problem. Call it before training on the samples.
     """
     for sample in samples:
         # spans (version, first token, last token + 1) of the response, see `types.Sample`

@@ -7,7 +7,7 @@ odd pseudo-random numbers:
 
 One changed word always changes the sum, since a·b is odd. Any other change is missed with a probability of about 2⁻⁶⁴,
 or 2⁻³² in the worst case, where only topmost bits change. The exclusive-or serves that case: without it two flipped
-signs would cancel. Neither shape nor dtype is part of it: compared tensors have one shape and dtype on both sides.
+signs would cancel. Neither shape nor dtype is part of it, so compare tensors of one shape and dtype only.
 
 The formula is fixed. Trainer and engines compute it in different processes and compare the results, and
 `models/tensor_file.py` stores it in checkpoints as a checksum: after a change of any constant here, older checkpoints

@@ -42,7 +42,7 @@ class Update:
             id(engine.bucket_memory): engine.bucket_memory for engine in engines.values()
         }
         self.limit = min(map(bucket_bytes, self._memories.values()), default=1)
-        # One thread for each engine, and one for `_deliver`, which waits for the others: with fewer it would block.
+        # One thread for each engine, and one for `_deliver`, which waits for the calls in the others.
         self._threads = ThreadPoolExecutor(len(engines) + 1)
         self._travelling: Future[None] | None = None  # the delivery of the newest bucket; None before the first one
 
