@@ -42,102 +42,12 @@ from megatron_rlspec.models.lazy import Lazy, Makers, fused
 from megatron_rlspec.models.names import NameTable, name_table
 
 Kind = Literal["hf", "megatron"]  # of a target; a source can also be a checkpoint of a run
-# Group 1 is the layer of a canonical name, of policy or drafter. (`models.names.LAYER` finds the policy's only.)
+# Group 1 is the layer's prefix in a canonical name, of policy or drafter. (`models.names.LAYER` finds the policy's only.)
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
 # canonical names
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 _FINAL_NORM = "decoder.final_layernorm.weight"
-
-
-def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
-    """Add a new MTP drafter to a source without one. It starts with the target's first layer and final norm.
-
-    table   names of the model with the drafter
-    source  full tensors of the target by canonical name
-
-    Tensors of the drafter's decoder layer are the target's own, not copies: a writer must copy them.
-
-    The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
-    The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are
-    needed. A copy of the last layer would learn more slowly than a random one, because its input is from deep inside
-    the target.
-
-    The scales come from the model. The norms before the projection return vectors with the root mean square of the
-    embeddings, which the first layer expects. The final norm is scaled down until the logits of a random direction have
-    a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
-    mistakes.
-    """
-    # The first layer with the same tensors as the drafter's. In a model whose first layers are dense, and whose drafter
-    # has experts, it is the first one with experts.
-    drafter_parts = _parts(table, "mtp.layers.0.transformer_layer.")
-    layers = range(table.geometry.layers)
-    layer = next(n for n in layers if _parts(table, f"decoder.layers.{n}.") == drafter_parts)
-
-    @cache  # two norms need it, and it takes a pass over the whole embedding
-    def embedding_rms() -> float:
-        return float(_mean_squares(source[_EMBEDDING]).mean().sqrt())
-
-    # makes the tensor of the drafter with this canonical name
-    def made(name: str) -> Tensor:
-        inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
-        if inner.startswith("transformer_layer."):
-            block = inner.removeprefix("transformer_layer.")
-            return source[f"decoder.layers.{layer}.{block}"]
-        norm = source[_FINAL_NORM]
-        if inner == "final_layernorm.weight":
-            head = source[_HEAD if _HEAD in source else _EMBEDDING]
-            # Standard deviation over the vocabulary of the logits of a normed vector with independent channels.
-            gain = norm.double()
-            deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
-            scale = min(1.0, 1.0 / max(deviation, 1e-12))
-            return (gain * scale).to(norm.dtype)
-        if inner == "eh_proj.weight":
-            eye = torch.eye(table.geometry.hidden, dtype=norm.dtype)
-            # Megatron's order: embedding, hidden
-            return torch.cat((eye, torch.zeros_like(eye)), dim=1)
-        return torch.full_like(norm, embedding_rms())  # enorm and hnorm
-
-    makers: Makers = {}
-    for name in table.rows:
-        makers[name] = partial(made if name.startswith("mtp.") else source.__getitem__, name)
-    return Lazy(makers)
-
-
-def _mean_squares(rows: Tensor) -> Tensor:
-    """Return the mean square of each column of `[V, H]`, float64 `[H]`.
-
-    float64, because a sum of V squares would lose digits in the model's type; in parts, because a float64 copy of the
-    whole table would be several times as large.
-    """
-    total = torch.zeros(rows.shape[1], dtype=torch.float64)
-    for part in rows.split(4096):
-        total += part.double().square().sum(0)
-    return total / len(rows)
-
-
-def _parts(family: NameTable, prefix: str) -> set[str]:
-    """Return the names with this prefix, without it."""
-    return {name.removeprefix(prefix) for name in family.rows if name.startswith(prefix)}
-
-
-def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the same model with one MTP layer. Qwen2 becomes MiMo, for which SGLang has a drafter.
-
-    Llama becomes MiMo, too, with biases of 0. `model_type` stays: Transformers chooses the tokenizer's class by it, and
-    another class splits texts in another way. Raises ValueError if no engine runs a drafter for this family.
-    """
-    record = record_of(config)
-    name = record.added_drafter
-    if not name:
-        drafted = names_where(lambda facts: facts.added_drafter)
-        known = refusal(config["architectures"][0], "given a drafter", drafted)
-        raise ValueError(f"--add-mtp: {known}; --add-eagle3 gives it one where SGLang runs it")
-    changed = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
-    # a Llama that becomes a MiMo: `Family.has_qkv_bias` reads this key
-    if FAMILIES[name].qkv_bias == "or_zero" and not record.has_qkv_bias(config):
-        changed["attention_bias"] = False
-    return changed
 
 
 @dataclass(frozen=True)
@@ -446,3 +356,96 @@ def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
         tensors = read_hf(source)[1]
         return any(name in tensors for name in family.drafter_names)
     return any(family.is_drafter(name) for name in TorchDistReader(source, family))
+
+
+# ---- a fresh drafter ---------------------------------------------------------------------------------------------
+
+
+def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
+    """Add a new MTP drafter to a source without one. It starts with the target's first layer and final norm.
+
+    table   names of the model with the drafter
+    source  full tensors of the target by canonical name
+
+    Tensors of the drafter's decoder layer are the target's own, not copies: a writer must copy them.
+
+    The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
+    The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are
+    needed. A copy of the last layer would learn more slowly than a random one, because its input is from deep inside
+    the target.
+
+    The scales come from the model. The norms before the projection return vectors with the root mean square of the
+    embeddings, which the first layer expects. The final norm is scaled down until the logits of a random direction have
+    a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
+    mistakes.
+    """
+    # The first layer with the same tensors as the drafter's. In a model whose first layers are dense, and whose drafter
+    # has experts, it is the first one with experts.
+    drafter_parts = _parts(table, "mtp.layers.0.transformer_layer.")
+    layers = range(table.geometry.layers)
+    layer = next(n for n in layers if _parts(table, f"decoder.layers.{n}.") == drafter_parts)
+
+    @cache  # two norms need it, and it takes a pass over the whole embedding
+    def embedding_rms() -> float:
+        return float(_mean_squares(source[_EMBEDDING]).mean().sqrt())
+
+    # makes the tensor of the drafter with this canonical name
+    def made(name: str) -> Tensor:
+        inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
+        if inner.startswith("transformer_layer."):
+            block = inner.removeprefix("transformer_layer.")
+            return source[f"decoder.layers.{layer}.{block}"]
+        norm = source[_FINAL_NORM]
+        if inner == "final_layernorm.weight":
+            head = source[_HEAD if _HEAD in source else _EMBEDDING]
+            # Standard deviation over the vocabulary of the logits of a normed vector with independent channels.
+            gain = norm.double()
+            deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
+            scale = min(1.0, 1.0 / max(deviation, 1e-12))
+            return (gain * scale).to(norm.dtype)
+        if inner == "eh_proj.weight":
+            eye = torch.eye(table.geometry.hidden, dtype=norm.dtype)
+            # Megatron's order: embedding, hidden
+            return torch.cat((eye, torch.zeros_like(eye)), dim=1)
+        return torch.full_like(norm, embedding_rms())  # enorm and hnorm
+
+    makers: Makers = {}
+    for name in table.rows:
+        makers[name] = partial(made if name.startswith("mtp.") else source.__getitem__, name)
+    return Lazy(makers)
+
+
+def _mean_squares(rows: Tensor) -> Tensor:
+    """Return the mean square of each column of `[V, H]`, float64 `[H]`.
+
+    float64, because a sum of V squares would lose digits in the model's type; in parts, because a float64 copy of the
+    whole table would be several times as large.
+    """
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    for part in rows.split(4096):
+        total += part.double().square().sum(0)
+    return total / len(rows)
+
+
+def _parts(family: NameTable, prefix: str) -> set[str]:
+    """Return the names with this prefix, without it."""
+    return {name.removeprefix(prefix) for name in family.rows if name.startswith(prefix)}
+
+
+def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the same model with one MTP layer. Qwen2 becomes MiMo, for which SGLang has a drafter.
+
+    Llama becomes MiMo, too, with biases of 0. `model_type` stays: Transformers chooses the tokenizer's class by it, and
+    another class splits texts in another way. Raises ValueError if no engine runs a drafter for this family.
+    """
+    record = record_of(config)
+    name = record.added_drafter
+    if not name:
+        drafted = names_where(lambda facts: facts.added_drafter)
+        known = refusal(config["architectures"][0], "given a drafter", drafted)
+        raise ValueError(f"--add-mtp: {known}; --add-eagle3 gives it one where SGLang runs it")
+    changed = {**config, "architectures": [name], "num_nextn_predict_layers": 1}
+    # a Llama that becomes a MiMo: `Family.has_qkv_bias` reads this key
+    if FAMILIES[name].qkv_bias == "or_zero" and not record.has_qkv_bias(config):
+        changed["attention_bias"] = False
+    return changed

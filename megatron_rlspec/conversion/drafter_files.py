@@ -117,7 +117,8 @@ def build_drafter(
     """
     drafted = torch.zeros(config["vocab_size"], dtype=torch.bool)
     drafted[ids] = True
-    maps = dict(zip(MAPS, (ids - torch.arange(len(ids)), drafted), strict=True))  # in the order of MAPS: d2t, t2d
+    # in the order of MAPS: d2t, t2d
+    maps = dict(zip(MAPS, (ids - torch.arange(len(ids)), drafted), strict=True))
     named = ((name.removeprefix(PREFIX), tensor) for name, tensor in tensors)
     return build_hf(path, config, [*named, *maps.items()], tokenizer_from)
 
@@ -177,7 +178,8 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
     inputs = (
         (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(max(0, layers - 3), layers))
     )
-    outputs = [i - 1 for i in inputs]  # config.json names the layer before, by its output; -1: the embedding
+    # config.json names the layer before, by its output; -1: the embedding
+    outputs = [i - 1 for i in inputs]
     config["eagle_config"] = {
         "use_aux_hidden_state": True,
         "eagle_aux_hidden_state_layer_ids": outputs,

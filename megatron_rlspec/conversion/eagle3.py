@@ -23,7 +23,8 @@ from megatron_rlspec.models.config import MAPS, CheckpointError, check_config
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config, layer_of_drafter
 from megatron_rlspec.models.headers import DTYPES, Header, read_headers, read_object
 
-LLAMAS_CONTEXT = 2048  # Transformers' default of max_position_embeddings for Llama, which a drafter is
+# Transformers' default of max_position_embeddings for Llama, which a drafter is
+LLAMAS_CONTEXT = 2048
 # Prefixes of published drafters that SGLang reads, too -> the ones that this package uses.
 _OTHER_NAMES = {
     "layers.0.": "midlayer.",
@@ -119,7 +120,8 @@ def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
         }
         if not index:
             layer["input_layernorm"] = (hidden,)  # the norm of the embedding
-        tensors |= {f"{layer_of_drafter(index)}{name}.weight": shape for name, shape in layer.items()}
+        prefix = layer_of_drafter(index)
+        tensors |= {f"{prefix}{name}.weight": shape for name, shape in layer.items()}
     return tensors | {"norm.weight": (hidden,), "lm_head.weight": (config.draft_vocab_size, hidden)}
 
 

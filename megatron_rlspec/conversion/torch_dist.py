@@ -114,7 +114,8 @@ def uniform(family: NameTable) -> bool:
 
     The writer must do as the reading Megatron does. `TorchDistReader` accepts both.
     """
-    kinds: dict[str, set[str]] = {}  # number of a layer -> names of its tensors without the layer's prefix
+    # number of a layer -> names of its tensors without the layer's prefix
+    kinds: dict[str, set[str]] = {}
     for name in family.rows:
         if layer := LAYER.match(name):
             kinds.setdefault(layer[1], set()).add(name.removeprefix(layer[0]))
@@ -150,7 +151,8 @@ class TorchDistReader(ByName):
     def __getitem__(self, name: str) -> Tensor:
         where = self._places[canonical(name)]
         stored = self._stored[where.key]
-        lead = len(where.indices)  # the number of leading axes, which the tensor itself does not have
+        # the number of leading axes, which the global tensor has and the tensor itself has not
+        lead = len(where.indices)
         if tuple(stored.size[:lead]) != where.sizes:
             raise CheckpointError(
                 f"{self.directory}: {where.key} is stacked {list(stored.size[:lead])}, expected {list(where.sizes)}"
@@ -284,8 +286,10 @@ class TorchDistWriter:
         self.directory = directory
         self.family = family
         self.stacked = uniform(family)
-        self._parts: dict[str, Any] = {}  # the index: metadata of each global tensor and of each extra state, by key
-        self._where: dict[MetadataIndex, _StorageInfo] = {}  # the index: file and bytes of each part
+        # Two halves of the index: metadata of each global tensor and each extra state, by key; and file and bytes of
+        # each part.
+        self._parts: dict[str, Any] = {}
+        self._where: dict[MetadataIndex, _StorageInfo] = {}
         self._files = 0
         directory.mkdir(parents=True)
 

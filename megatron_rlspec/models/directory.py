@@ -32,7 +32,8 @@ from megatron_rlspec.models.headers import (
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
-TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # one of these sets is enough
+# sets of tokenizer files, of which a directory must have one
+TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 # Names in no table of names: buffers, and the copies of embedding and head in the drafters of DeepSeek-V3 and GLM4-MoE
 # (`Row.copies`), which SGLang does not read.
 _IGNORED = re.compile(

@@ -81,7 +81,8 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     g = Geometry.of(config)
     record = record_of(config)
     latent = "kv_lora_rank" in config
-    dense_layers = config.get("first_k_dense_replace", 0)  # the first ones, which have an MLP in place of experts
+    # number of layers at the start that have an MLP in place of experts
+    dense_layers = config.get("first_k_dense_replace", 0)
     count = need(config, "n_routed_experts")
     shared = bool(config.get("n_shared_experts"))
 

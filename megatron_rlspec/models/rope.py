@@ -58,7 +58,8 @@ class Rope:
         """Return the factor on cosine and sine. YaRN thereby makes attention sharper, as its contexts are longer."""
         if self.kind == "default":
             return 1.0
-        return self._scaled(2, "cpu")[1]  # it does not depend on the number of channels; 2 is the least
+        # The factor does not depend on the number of channels; 2 is the least.
+        return self._scaled(2, "cpu")[1]
 
     def frequencies(self, dims: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the radians per position in each of `dims / 2` planes, `[dims / 2]` float32.

@@ -26,7 +26,8 @@ from megatron_rlspec.models.headers import open_safetensors
 from megatron_rlspec.push.fingerprint import fingerprint
 from megatron_rlspec.texts import shown
 
-CHECKSUMS = "rlspec.checksums"  # key in a file's metadata; the value is JSON, a tensor's name -> its `checksum`
+# key in a file's metadata; the value is JSON, a tensor's name -> its `checksum`
+CHECKSUMS = "rlspec.checksums"
 # safetensors reports an error of the disk as text, such as "... (os error 28)".
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 

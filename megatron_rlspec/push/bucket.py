@@ -122,7 +122,8 @@ class Memory:
         if len(self._pieces) == 2:
             piece = self._pieces.pop(0)
         if piece is None or piece.numel() < needed:
-            piece = None  # frees the smaller piece first, so that both do not take memory at the same time
+            # Frees a piece that is too small first: both together may not fit into memory.
+            piece = None
             piece = self._make(needed)
         self._pieces.append(piece)
         return piece

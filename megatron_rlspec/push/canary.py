@@ -21,7 +21,8 @@ from megatron_rlspec.push.detectors import Finding, HealthSettings, canary_findi
 from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig
 
-CANARY_PROMPTS = 16  # how many prompts every engine answers; callers cut their list of prompts to it
+# how many prompts every engine answers; callers cut their list of prompts to it
+CANARY_PROMPTS = 16
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ from megatron_rlspec.engine import EngineError, RolloutEngine
 from megatron_rlspec.push.detectors import Finding
 
 logger = logging.getLogger(__name__)
-Findings = Mapping[str, Sequence[Finding]]  # by the engine's name; an engine with an empty sequence is sound
+# by the engine's name; an engine without findings has an empty sequence
+Findings = Mapping[str, Sequence[Finding]]
 # speculate: serve with drafts; plain: serve without drafts until a later push; drop: generate no samples
 Action = Literal["speculate", "plain", "drop"]
-_REASON_CHARACTERS = 500  # of the reason that an engine stores and reports as `EngineDescription.held`
+# longest reason that an engine is given to store, which it reports as `EngineDescription.held`
+_REASON_CHARACTERS = 500
 
 
 class HealthError(RuntimeError):

@@ -27,11 +27,14 @@ import torch
 from torch import Tensor
 
 _ROW = 1 << 16  # R, in words: half a megabyte, which stays in a core's cache through all passes
-_ROWS_ON_GPU = 128  # rows that are summed at once, 64 MiB: it bounds the GPU memory for intermediate results
+# rows that a GPU sums at once, 64 MiB: it bounds the memory for intermediate results
+_ROWS_ON_GPU = 128
 _WORD = 8  # bytes
-_LOW = (1 << 32) - 1  # clears the upper half after a shift of int64, which fills it with copies of the sign bit
+# clears the upper half after a shift of int64, which fills it with copies of the sign bit
+_LOW = (1 << 32) - 1
 _MODULUS = 1 << 64
-_THREAD = threading.local()  # `row`: the array of `_mixed`; of each thread its own, as several fingerprint at once
+# `row` is the array of `_mixed`. Each thread has its own, because several threads compute fingerprints at once.
+_THREAD = threading.local()
 
 
 def fingerprint(tensor: Tensor, start: int = 0) -> int:
@@ -124,13 +127,15 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
         row, column = divmod(first + done, _ROW)
         row %= _ROW  # a has R numbers, and begins anew after R rows
         width = _ROW
-        rows = min((len(words) - done) // _ROW, at_once, _ROW - row)  # `_ROW - row`: up to the end of a
+        # whole rows: of the words that are left, at most `at_once`, and not beyond the end of a
+        rows = min((len(words) - done) // _ROW, at_once, _ROW - row)
         if column or not rows:
             # one partial row: up to the end of the row, or of the shard
             width = min(_ROW - column, len(words) - done)
             rows = 1
         part = words[done : done + rows * width].reshape(rows, width)
-        mixed = _mixed(part)  # a new array or this thread's own: the words of the tensor do not change
+        # `mixed` is a new array, or this thread's own, so changing it does not change the tensor.
+        mixed = _mixed(part)
         mixed *= column_factors[column : column + width]
         sums.append(mixed.sum(1) * row_factors[row : row + rows])
         done += rows * width

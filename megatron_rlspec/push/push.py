@@ -36,7 +36,8 @@ from megatron_rlspec.push.fingerprint import Difference, compare, fingerprints
 from megatron_rlspec.push.update import Update
 from megatron_rlspec.types import Scope
 
-Source = Callable[[Scope], Iterable[Named]]  # yields each full tensor once, under its Hugging Face name
+# yields each full tensor once, under its Hugging Face name
+Source = Callable[[Scope], Iterable[Named]]
 
 
 class PushError(RuntimeError):
@@ -122,7 +123,8 @@ class Pusher:
         self.engines = engines
         self.frozen = frozenset(frozen)
         self.expected: dict[str, int] = {}
-        self._proven: set[str] = set()  # names of engines that a comparison has shown to hold `expected`
+        # names of engines that a comparison has shown to hold `expected`
+        self._proven: set[str] = set()
 
     def push(
         self,
@@ -227,7 +229,8 @@ def exporting(
         number(done)
         return
     while (order := number(done)) < done:  # here `done` is any number: only rank 0's counts
-        deque(export(scopes[order]), maxlen=0)  # reads to the end and drops all: `export` communicates as it is read
+        # Reads to the end and drops the tensors: `export` communicates only while it is read.
+        deque(export(scopes[order]), maxlen=0)
     if order == failed:
         raise PushError("the push failed on rank 0")
     yield None

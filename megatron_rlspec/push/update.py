@@ -44,7 +44,8 @@ class Update:
         self.limit = min(map(bucket_bytes, self._memories.values()), default=1)
         # One thread for each engine, and one for `_deliver`, which waits for the calls in the others.
         self._threads = ThreadPoolExecutor(len(engines) + 1)
-        self._travelling: Future[None] | None = None  # the delivery of the newest bucket; None before the first one
+        # the delivery of the newest bucket; None: no bucket was sent yet
+        self._travelling: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
