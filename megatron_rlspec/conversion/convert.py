@@ -42,7 +42,7 @@ from megatron_rlspec.models.lazy import Lazy, Makers, fused
 from megatron_rlspec.models.names import NameTable, name_table
 
 Kind = Literal["hf", "megatron"]  # of a target; a source can also be a checkpoint of a run
-# Group 1 is the layer's prefix in a canonical name, of policy or drafter. (`models.names.LAYER` finds the policy's only.)
+# Group 1 is the layer's prefix in a canonical name, of policy or drafter; `models.names.LAYER` finds the policy's only.
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
 # canonical names
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -270,8 +270,8 @@ def convert(
     link  only for a conversion from Hugging Face to Hugging Face (`--add-mtp`): the target has symbolic links to the
           source's files, and only tensors that are not in them are written
 
-    Raises CheckpointError for a damaged source, OSError, for a full disk for example, and FileError if another
-    process writes this target. Nothing is then left behind.
+    Raises CheckpointError for a damaged source, OSError (for a full disk, for example), and FileError if another
+    process writes this target. The target then does not exist.
     """
     lock = work.target.with_name(f".{work.target.name}.lock")
     with files.locked(lock):
@@ -279,7 +279,7 @@ def convert(
             # another process may have finished it since it was planned
             files.check_new_directory(work.target)
             if work.to == "hf":
-                built = _build_hf(work, advance, _by_their_names(work.source) if link else {})
+                built = _build_hf(work, advance, _linkable(work.source) if link else {})
             else:
                 built = _build_megatron(work, advance)
             # The drafter gets its name first: whoever sees the target finds the drafter beside it.
@@ -294,7 +294,7 @@ def convert(
 def _build_hf(
     work: Conversion, advance: Callable[[str], None], linked: Mapping[str, Header]
 ) -> Path:
-    """Write a Hugging Face directory for `publish`. `linked`: tensors by their names, which it has links to."""
+    """Write a Hugging Face directory for `publish`. `linked`: tensors, by name, that stay in the source's files."""
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for label, names in work.groups.items():
@@ -316,10 +316,11 @@ def _build_hf(
     )
 
 
-def _by_their_names(source: Path) -> dict[str, Header]:
-    """Return the tensors of a Hugging Face directory that a link to their files is enough for.
+def _linkable(source: Path) -> dict[str, Header]:
+    """Return the tensors of a Hugging Face directory for which the target needs no more than a link to the file.
 
-    Not a tied head under its own name, and not experts in one tensor: the target must hold these under other names.
+    A file with a tied head in place of the embedding, or with all experts in one tensor, has them under other names
+    than the target must have. These are not among the result.
     """
     headers = read_hf(source)[1].headers
     return {name: header for name, header in headers.items() if header.name == name}
@@ -389,8 +390,8 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
     def embedding_rms() -> float:
         return float(_mean_squares(source[_EMBEDDING]).mean().sqrt())
 
-    # makes the tensor of the drafter with this canonical name
-    def made(name: str) -> Tensor:
+    # returns the drafter's tensor with this canonical name
+    def make(name: str) -> Tensor:
         inner = re.sub(r"^mtp\.layers\.\d+\.", "", name)
         if inner.startswith("transformer_layer."):
             block = inner.removeprefix("transformer_layer.")
@@ -411,7 +412,7 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
 
     makers: Makers = {}
     for name in table.rows:
-        makers[name] = partial(made if name.startswith("mtp.") else source.__getitem__, name)
+        makers[name] = partial(make if name.startswith("mtp.") else source.__getitem__, name)
     return Lazy(makers)
 
 

@@ -160,8 +160,8 @@ class TorchDistReader(ByName):
         shape = stored.size[lead:]
         chunks = [chunk for chunk in stored.chunks if _holds(chunk, where.indices)]
         present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
-        # Compared before memory is allocated for the size in the index, which may be wrong. It also makes sure that no
-        # element of `full`, which `torch.empty` leaves undefined, stays unwritten.
+        # Compared before memory is allocated for the size in the index, which may be wrong. This also finds missing
+        # parts, whose elements `torch.empty` would leave undefined.
         if present != math.prod(shape):
             raise CheckpointError(
                 f"{self.directory}: {where.key} is not whole ({present} of {math.prod(shape)} elements)"
