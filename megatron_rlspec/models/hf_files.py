@@ -137,7 +137,11 @@ def build_hf(
 
 @contextlib.contextmanager
 def building(target: Path) -> Iterator[Path]:
-    """Yield a new directory beside `target` for `publish`. It is removed after an error, such as a full disk."""
+    """Yield a new directory beside `target` for `publish`. It is removed after an error, such as a full disk.
+
+    One left by a killed writer is removed first. So two processes must not build one target at the same time:
+    `conversion/convert.py` takes a lock.
+    """
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -145,7 +145,7 @@ class Pusher:
         yields no tensor, a name twice, NaN or infinity; the engines then serve nothing until a later push.
         """
         began = time.perf_counter()
-        # a copy, because another thread may remove an engine during the push
+        # A copy, because another thread may remove an engine during the push
         engines = dict(self.engines)
         if only is not None:
             engines = {name: engine for name, engine in engines.items() if name in only}
@@ -154,26 +154,32 @@ class Pusher:
         # From now on an engine may hold a part of the push. So it stays unproven if anything below raises.
         self._proven.difference_update(engines)
         with Update(engines, version, scope) as update:
-            sent, total, spent = _stream(source(scope), update)
+            sent, total_bytes, fingerprint_seconds = _stream(source(scope), update)
         # Another exception is an error of this program, not of an engine.
         for error in update.errors.values():
             if not isinstance(error, EngineError):
                 raise error
         # A push of one part leaves the other part as it was.
         self.expected = sent if scope == "all" else {**self.expected, **sent}
-        verified = time.perf_counter()
-        differences, silent = ask_all(update.engines, self.compare_with)
+        comparing = time.perf_counter()
+        differences, unanswered = ask_all(update.engines, self.compare_with)
         ended = time.perf_counter()
         reports = {}
         # `update.engines` lacks those that failed; `sent_bytes` has all of them.
         for name, size in update.sent_bytes.items():
-            failed = update.errors.get(name) or silent.get(name) or ""
+            failed = update.errors.get(name) or unanswered.get(name) or ""
             reports[name] = EngineReport(size, str(failed), differences.get(name, Difference()))
             if reports[name].ok:
                 self._proven.add(name)
-        seconds = ended - began
         return PushReport(
-            version, scope, seconds, total, len(sent), spent, ended - verified, reports
+            version,
+            scope,
+            ended - began,
+            total_bytes,
+            len(sent),
+            fingerprint_seconds,
+            ended - comparing,
+            reports,
         )
 
     def compare_with(self, engine: RolloutEngine) -> Difference:
@@ -241,7 +247,7 @@ def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], i
 
     Returns fingerprints by name, bytes, and seconds of fingerprinting. Raises PushError, but only at the end.
     """
-    marks: dict[str, int] = {}
+    marks: dict[str, int] = {}  # name -> fingerprint
     total = 0
     spent = 0.0
     refused = ""  # why nothing more may be sent
