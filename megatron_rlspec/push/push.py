@@ -145,7 +145,7 @@ class Pusher:
         yields no tensor, a name twice, NaN or infinity; the engines then serve nothing until a later push.
         """
         began = time.perf_counter()
-        # A copy, because another thread may remove an engine during the push
+        # A copy, because another thread may remove an engine during the push.
         engines = dict(self.engines)
         if only is not None:
             engines = {name: engine for name, engine in engines.items() if name in only}
