@@ -120,8 +120,9 @@ def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
         }
         if not index:
             layer["input_layernorm"] = (hidden,)  # the norm of the embedding
-        prefix = layer_of_drafter(index)
-        tensors |= {f"{prefix}{name}.weight": shape for name, shape in layer.items()}
+        tensors |= {
+            f"{layer_of_drafter(index)}{name}.weight": shape for name, shape in layer.items()
+        }
     return tensors | {"norm.weight": (hidden,), "lm_head.weight": (config.draft_vocab_size, hidden)}
 
 
