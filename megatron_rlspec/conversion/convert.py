@@ -267,8 +267,8 @@ def convert(
 ) -> None:
     """Convert. Calls `advance(label)` after every group of `Conversion.groups`.
 
-    link  only for a conversion from Hugging Face to Hugging Face (`--add-mtp`): the target has symbolic links to the
-          source's files, and only tensors that are not in them are written
+    link  only for a conversion from Hugging Face to Hugging Face, with `add_mtp` (`run/fresh.py`): the target has
+          symbolic links to the source's files, and only tensors that are not in them are written
 
     Raises CheckpointError for a damaged source, OSError (for a full disk, for example), and FileError if another
     process writes this target. The target then does not exist.
