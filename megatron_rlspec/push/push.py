@@ -221,7 +221,6 @@ def exporting(
     done = len(scopes)
     failed = len(scopes) + 1
     if dist.get_rank() == 0:
-
         # No generator: the number must be sent when `source` is called, before anything of `export` runs.
         def source(scope: Scope) -> Iterator[Named]:
             number(scopes.index(scope))
