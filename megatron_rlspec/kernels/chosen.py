@@ -1,4 +1,8 @@
-"""Choose between GPU kernels and plain torch: one place, one line in the log."""
+"""Choose between GPU kernels and plain torch, once for each device, and log the choice.
+
+Kernels are taken if they give plain torch's results on this machine's GPU. The modules that need Triton are imported
+inside `_choose` only, because this file must work where Triton is not installed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ logger = logging.getLogger(__name__)
 def sampling(logits: Tensor) -> ModuleType | None:
     """Return `kernels.sampling` if it draws from these logits, None for plain torch.
 
-    It does on a CUDA device with Triton, if it draws the tokens there that plain torch draws. The first call compares
-    them, so it comes before graphs are captured.
+    It does on a CUDA device with Triton, if it draws the tokens there that plain torch draws. The first call for a
+    device compares them, and waits for it. That is not allowed while a CUDA graph is captured, so call it once before.
     """
     if not logits.is_cuda or logits.dtype == torch.float64 or not torch.cuda.is_available():
         return None
@@ -30,7 +34,7 @@ def sampling(logits: Tensor) -> ModuleType | None:
 
 
 def draws_agree(kernel: ModuleType, device: torch.device) -> bool:
-    """Return whether `kernels.sampling` draws what `noise.draw` does, from 64 rows."""
+    """Return whether `kernels.sampling` draws the same tokens as `noise.draw`, from 64 rows of 5,000 random logits."""
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(64, 5000, generator=generator).to(device)
     rows = torch.arange(64, device=device)
@@ -38,32 +42,41 @@ def draws_agree(kernel: ModuleType, device: torch.device) -> bool:
     return torch.equal(draw(logits, rows, rows * 7), tokens)
 
 
-def head(
+def losses(
     weight: Tensor, agrees: Agrees, group: dist.ProcessGroup | None = None
 ) -> ModuleType | None:
-    """Return `kernels.head` if it computes losses from logits of this output layer, None for plain torch.
+    """Return `kernels.losses` if it can compute losses from logits of this output layer, None for plain torch.
 
-    It does on a CUDA device with Triton, in bfloat16 and float32, if it `agrees` with plain torch there, and on all
-    ranks of `group`, which have parts of the layer, or on none.
+    weight  [V/tp, H]: kernels need a CUDA device with Triton, and bfloat16 or float32
+    agrees  compares the module with plain torch on a device; called once for each device (`losses.choice.agrees`)
+    group   the tensor-parallel ranks. All of them must call it: they get kernels all together or not at all, because
+            the collective calls of `losses/fused.py` and `losses/plain.py` differ
     """
     if not weight.is_cuda or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
-    kernel = _choose("head", agrees, "losses are computed", weight.device)
+    kernel = _choose("losses", agrees, "losses are computed", weight.device)
     if group is not None and not on_all(kernel is not None, group, weight.device):
         return None
     return kernel
 
 
-@cache
+@cache  # one collective call for each group, not one for each loss
 def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether all ranks of `group` have kernels. The first call of a rank waits for the others."""
+    """Return whether all ranks of `group` have kernels; `here`: whether this one has.
+
+    The first call is collective: every rank of `group` must make it, and it waits for the others.
+    """
     flag = torch.tensor(int(here), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     return bool(flag)
 
 
-@cache
+@cache  # the comparison compiles kernels, which takes seconds; and the log gets one line for each device
 def _choose(name: str, agrees: Agrees, what: str, device: torch.device) -> ModuleType | None:
+    """Return the module `kernels/<name>.py` if it agrees with plain torch on `device`, else None.
+
+    what  the start of the log's line, such as "tokens are drawn"
+    """
     reason = "Triton is not installed"
     try:
         kernel = import_module(f"megatron_rlspec.kernels.{name}")
@@ -74,7 +87,7 @@ def _choose(name: str, agrees: Agrees, what: str, device: torch.device) -> Modul
     except ImportError:
         pass
     except Exception as error:
-        # of Triton's compiler, whose version is not ours; plain torch has the same results
+        # Triton's compiler raises errors of many classes, by version. Plain torch gives the same results.
         reason = f"the kernel does not run here: {error}"
     logger.warning(
         "rlspec: %s by plain torch on %s, in more memory and time: %s", what, device, reason

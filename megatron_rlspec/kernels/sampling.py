@@ -1,18 +1,21 @@
-"""Draw tokens from raw logits with keyed noise, in Triton: temperature, and the log-prob of the token.
+"""Draw tokens from raw logits with keyed noise, in Triton, and return the log-prob of each token.
 
-**What is drawn.** Of a row's logits x, z = x / T in float32. The token is the argmax of s · z + g, with g the float64
-noise of `noise.py`, which is that of SGLang's `multinomial_with_seed`, and s the sharpness (1 but for drafts). A
+`sample` is the entry. `kernels/chosen.py` compares it with `noise.draw` before an engine uses it.
+
+**What is drawn.** A row has logits x, and z = x / T in float32. The token is the argmax of s · z + g. g is the float64
+noise of `noise.py`, which is that of SGLang's `multinomial_with_seed`. s is the sharpness: 1, but for coupled drafts. A
 constant in a row does not change an argmax, so no softmax is needed. Of equal sums the lower column wins. Top-k, top-p
 and min-p are left to plain torch (`token_filter.py`).
 
-**One read.** A score needs two float64 logarithms, which few tokens get. Let u be a token's uniform number. Its noise
-is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). The right side is a hash and one
-exponential in float32. A token whose right side is more than the exp(-score) of another one cannot win; `SLACK` covers
-the rounding of float32. About five tokens of a row of 151,680 are left, and scored exactly. Most tiles have none of
-them, and end with one maximum that says so.
+**One read.** An exact score needs two float64 logarithms, so few tokens get one. Let u be a token's uniform number. Its
+noise is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). The right side takes a hash and one
+exponential in float32. A token whose right side is more than the exp(-score) of another token cannot win. `SLACK`
+covers the rounding of float32. About five tokens of a row of 151,680 remain and are scored exactly. Most tiles have
+none of them, which one maximum over the tile shows.
 
-**Parts.** A row is cut into parts, so that few rows fill a GPU. `scan` finds the best score of a part, and what the
-log-prob needs; torch joins the parts. The token does not depend on the parts; the log-prob does by rounding.
+**Parts.** A row is cut into parts, each read by one program, so that few rows fill a GPU. `scan` finds the best score
+of a part and the sums that the log-prob needs. Torch joins the parts. The token does not depend on the number of parts;
+the log-prob depends on it by rounding only.
 
 Logits lie between -1e29 and 1e29, or are -inf for tokens that cannot be drawn. NaN counts as -inf.
 """
@@ -27,55 +30,65 @@ from torch import Tensor
 from megatron_rlspec.kernels.keyed_noise import SLACK, beats, hash_of, hash_of_row, score_of
 
 BLOCK = 1024  # columns of a tile; a thread holds 8, and two tiles at once
-PARTS = 16  # of a row, if there are few rows; more rows fill a GPU in FEWER parts
-FEWER = 2
-PROGRAMS = 512  # that fill a GPU: four on each of 132 multiprocessors
+PARTS = 16  # parts of a row where FEWER parts of all rows are less than PROGRAMS
+FEWER = 2  # parts of a row else
+PROGRAMS = 512  # programs that fill a GPU: about four on each of an H100's 132 multiprocessors
 # Registers are those of a thread: without a limit, Triton 3.8 keeps to 64 or 96 and spills the rest.
 LAUNCH = {"num_warps": 4, "maxnreg": 128}
 
 _INF = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference must not be NaN
-_START = tl.constexpr(-9e29)  # before any logit is read
-# 2^32 - 1 less the rounding of float32, in sums of two numbers up to it
+# The peak before any logit is read. It is above _LOWEST, so that tokens that cannot be drawn weigh exp(-1e29) = 0.
+_START = tl.constexpr(-9e29)
+# 2^32 - 1, less what float32 may round off a sum of two numbers up to that: no token that can win is left out.
 _CERTAIN = tl.constexpr(2.0**32 - 2048)
 
 
 @triton.jit
 def _tile(logits, row, stride, start, end, temperature, BLOCK: tl.constexpr):
-    """Read a tile: z [BLOCK], _LOWEST beyond the end, for -inf and for what is not a number."""
+    """Return z [BLOCK] of the columns from `start` on; _LOWEST from `end` on, and for -inf and NaN."""
     at = start + tl.arange(0, BLOCK)
+    # The row's place in int64: the logits of a batch can have more than 2^31 elements.
     x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < end, other=-_INF).to(tl.float32)
     z = x
     if temperature != 1.0:
+        # Triton's `/` is approximate. `div_rn` rounds as torch's division does, so both draw the same token.
         z = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    return tl.where(z > _LOWEST, z, _LOWEST)
+    return tl.where(z > _LOWEST, z, _LOWEST)  # a comparison with NaN is false
 
 
 @triton.jit
 def _limit(peak, score):
-    """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score; finite."""
+    """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score.
+
+    Finite, also for a score of -inf: a product with a weight of 0 must not be NaN.
+    """
     return tl.minimum(tl.exp((peak.to(tl.float64) - score).to(tl.float32)) * SLACK, 3e38)
 
 
 @triton.jit
 def scan(
     logits,  # [N, V]
-    stride,  # between rows of logits
+    stride,  # elements between rows of logits
     width,  # V
     seeds,  # [N] int64
-    positions,  # [N]
-    temperatures,  # [N]
-    sharpnesses,  # [N]
-    words,  # [V] ids of the columns, if MAPPED
-    part_score,  # [N, parts] float64, -inf if nothing can be drawn
+    positions,  # [N] integers
+    temperatures,  # [N] float32
+    sharpnesses,  # [N] float32
+    words,  # [V] token ids of the columns, if MAPPED; else column i is token i
+    part_score,  # written, as the next three: [N, parts] float64, -inf if nothing can be drawn
     part_column,  # [N, parts] int64
-    part_peak,  # [N, parts]
+    part_peak,  # [N, parts] float32
     part_total,  # [N, parts] float64
-    columns_of_part,  # a multiple of BLOCK
+    columns_of_part,  # columns of one part, a multiple of BLOCK
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write of one part of a row: its best score with the column, the maximum of z, and the sum of exp(z - maximum)."""
+    """Write of one part of a row: the best score and its column, the maximum of z, and the sum of exp(z - maximum).
+
+    Of a tile without a possible winner, only the sum changes. In every other tile the maximum is moved and the possible
+    winners are scored, the most promising first, until no other one can beat the best.
+    """
     row = tl.program_id(0)
     part = tl.program_id(1)
     start = part * columns_of_part
@@ -88,26 +101,28 @@ def scan(
     peak = tl.full((), _START, tl.float32)
     top = peak * sharpness
     limit = _limit(top, best)
-    totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - peak), by place in a tile
-    following = _tile(logits, row, stride, start, end, temperature, BLOCK)
+    totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - peak), by place in a tile; added up after the last tile
+    next_z = _tile(logits, row, stride, start, end, temperature, BLOCK)
     for tile in range(start, end, BLOCK):
-        z = following
-        # while this tile is worked on
-        following = _tile(logits, row, stride, tile + BLOCK, end, temperature, BLOCK)
+        z = next_z
+        # Load the next tile now: the memory works while this tile is computed. Behind the last tile nothing is loaded.
+        next_z = _tile(logits, row, stride, tile + BLOCK, end, temperature, BLOCK)
         columns = tile + tl.arange(0, BLOCK)
         if MAPPED:
-            noisy = tl.load(words + columns, mask=columns < end, other=0)
+            ids = tl.load(words + columns, mask=columns < end, other=0)
         else:
-            noisy = columns
-        hashed = hash_of(state, noisy)
+            ids = columns
+        hashed = hash_of(state, ids)
         weights = tl.exp(z - peak)
-        # 1 - u <= limit · weight, times 2^32
+        # A token can win if (1 - u) · 2^32 <= limit · weight. The left side is 2^32 - 1 - hash, so the test is whether
+        # limit · weight + hash reaches 2^32 - 1. At sharpness 1 the score's weight is that of the log-prob.
         reached = tl.fma(weights, limit, hashed.to(tl.float32))
         if sharpness != 1.0:
             reached = tl.fma(tl.exp(z * sharpness - top), limit, hashed.to(tl.float32))
-            # a large weight would make the sum infinite
+            # A new maximum must take the branch that moves `peak`, or its weight could make `totals` infinite.
             reached = tl.where(z > peak, _INF, reached)
         if tl.max(reached, 0) >= _CERTAIN:
+            # Relative to the new maximum no weight is above 1.
             higher = tl.maximum(peak, tl.max(z, 0))
             totals *= tl.exp(peak - higher)
             peak = higher
@@ -117,8 +132,8 @@ def scan(
             chances = weights
             if sharpness != 1.0:
                 chances = tl.exp(z * sharpness - top)
-            rest = (hashed ^ 0xFFFFFFFF).to(tl.float32)  # (1 - u) · 2^32
-            bound = tl.where(chances > 0, rest / chances, _INF)
+            one_minus_u = (hashed ^ 0xFFFFFFFF).to(tl.float32)  # times 2^32
+            bound = tl.where(chances > 0, one_minus_u / chances, _INF)
             bound = tl.where(bound <= _limit(top, best), bound, _INF)
             while tl.min(bound, 0) < _INF:
                 column = tile + tl.argmin(bound, 0)
@@ -136,15 +151,15 @@ def scan(
             limit = _limit(top, best)
         else:
             totals += weights
-    at = row * tl.num_programs(1) + part
-    tl.store(part_score + at, best)
-    tl.store(part_column + at, best_column.to(tl.int64))
-    tl.store(part_peak + at, peak)
-    tl.store(part_total + at, tl.sum(totals.to(tl.float64), 0))
+    place = row * tl.num_programs(1) + part
+    tl.store(part_score + place, best)
+    tl.store(part_column + place, best_column.to(tl.int64))
+    tl.store(part_peak + place, peak)
+    tl.store(part_total + place, tl.sum(totals.to(tl.float64), 0))
 
 
 def parts_of(rows: int, width: int) -> tuple[int, int]:
-    """Return in how many parts rows are read, and the columns of one."""
+    """Return in how many parts each of `rows` rows of `width` columns is read, and the columns of one part."""
     tiles = triton.cdiv(width, BLOCK)
     parts = min(PARTS if rows * FEWER < PROGRAMS else FEWER, tiles)
     return parts, triton.cdiv(tiles, parts) * BLOCK
@@ -158,16 +173,18 @@ def sample(
     sharpness: Tensor | None = None,
     words: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw a column [N] int64 of each row of logits [N, V], with its log-prob [N] at the row's temperature.
+    """Draw a column [N] int64 of each row of logits [N, V], with its log-prob [N] float32 at the row's temperature.
+
+    The log-prob is of softmax(logits / temperature): the sharpness does not change it.
 
     seeds         [N] int64
-    positions     [N] integers
+    positions     [N] integers: the position of the predicting token, as `keys` of `noise.draw`
     temperatures  [N] or [N, 1], positive
     sharpness     [N] or [N, 1]; None: 1
-    words         [V], the token ids of the columns; None: column i is token i
+    words         [V], the token ids of the columns, for the noise; None: column i is token i
 
-    All are on the device of the logits. The host does not wait for it. Raises ValueError for logits whose columns do
-    not lie next to each other.
+    All are on the device of the logits. The host does not wait for the device, so a CUDA graph can capture the call.
+    Raises ValueError for logits whose columns do not lie next to each other.
     """
     if logits.stride(1) != 1:
         raise ValueError(f"logits have a stride of {logits.stride(1)} between columns; expected 1")
@@ -198,7 +215,7 @@ def sample(
             BLOCK=BLOCK,
             **LAUNCH,
         )
-    # of equal scores the first part's, whose columns are lower
+    # Of equal scores `argmax` takes the first part, whose columns are lower.
     best_part = scores.argmax(1, keepdim=True)
     tokens = columns.gather(1, best_part)
     z = logits.gather(1, tokens).float() / temperatures[:, None]

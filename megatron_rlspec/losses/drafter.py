@@ -237,9 +237,9 @@ class Student:
         else:
             if callable(kind):
                 assert isinstance(rows, PlainRows)
-                overlap, loss = rows.against_own(kind, self._groups[part] + 1, scales)
+                overlap, loss = rows.write_own_loss(kind, self._groups[part] + 1, scales)
             else:
-                overlap, loss = rows.against(scales)
+                overlap, loss = rows.write_forward_kl(scales)
             of_teacher = {"overlap": overlap, "argmax_prob": teacher.logprob(best).exp()}
             sums |= of_teacher
             kept |= of_teacher

@@ -1,8 +1,14 @@
-"""Losses of a chunk of rows from raw logits, vocabulary-parallel, by `kernels/head.py`: in two reads, without a copy.
+"""Losses of a chunk of rows by the kernels of `kernels/losses.py`: raw logits are read twice and never copied.
 
-The first read gives all but the gradient, which the second one writes in place of the logits. Shapes as in
-`losses/drafter.py`. Results are float32, and the same on every rank. Log Σ exp is float64, because the logits here
-are not relative to the largest one.
+The first read gives all but the gradient. The second one writes the gradient over the logits. This file joins the
+results of the tensor-parallel ranks, each of which has its columns of the logits. `losses/plain.py` computes the same
+in plain torch; `losses/choice.py` calls one or the other.
+
+Shapes as in `losses/drafter.py`. Results are float32, and the same on every rank. Log Σ exp is float64, because the
+logits here are not relative to the largest one: float32 would lose digits of small differences between large numbers.
+
+Every method that uses `head.sum`, `head.max` or `head.best` is collective: all ranks of the head's group must call it
+in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +26,13 @@ from megatron_rlspec.types import SHARPNESS
 
 @dataclass(frozen=True)
 class Taught:
-    """The policy's logits `[M, V/tp]`, log Σ exp of them `[M]`, and the row of them `[C]` that each student learns."""
+    """The teacher of C students: rows of the policy's raw logits.
+
+    head    of the policy, over the whole vocabulary
+    logits  `[M, V/tp]`, not divided by the temperature
+    lse     `[M]` float64: log Σ exp(logits / temperature)
+    rows    `[C]` int64: the row of `logits` that each student learns from
+    """
 
     head: VocabParallelHead
     logits: Tensor
@@ -28,9 +40,9 @@ class Taught:
     rows: Tensor
 
     def logprob(self, ids: Tensor) -> Tensor:
-        """Return log p `[C]` of `ids [C]`."""
+        """Return log p `[C]` float32 of the token ids `ids [C]`. Collective."""
         columns = self.head.places(ids)
-        # of ids that another rank has, any column, whose logit does not count
+        # An id of another rank has column -1. Column 0 is read in its place and counts as 0 in the sum over ranks.
         index = columns.clamp(min=0)
         logits = self.logits[self.rows, index]
         scaled = _scaled(logits, self.head)
@@ -40,13 +52,19 @@ class Taught:
 
 
 class FusedRows:
-    """Students, or rows of the policy, that have been read once.
+    """A chunk of rows of the policy, or of students, whose logits have been read. `PlainRows` has the same methods.
 
-    logits  `[C, width]`, of `head.logits`
-    noise   seeds and keys `[C]`, as for `Student`; for `coupled`
+    logits   `[C, width]`, of `head.logits`; `write_label` and `write_forward_kl` overwrite them
+    noise    (seeds `[C]`, keys `[C]`), as for `Student`; for `coupled`
 
-    scores are the logits, lse `[C]` float64, logprob `[C]`, log q(label), and value `[C]`: forward KL with a teacher,
-    the entropy if it is asked for, else 0
+    Attributes:
+
+    scores   the raw logits
+    lse      `[C]` float64: log Σ exp(logits / temperature)
+    logprob  `[C]`: log q(label)
+    value    `[C]`: forward KL with a teacher, else the entropy if `with_entropy`, else 0
+
+    Call one method that writes, and once. Call `back` and `of_weight` after it.
     """
 
     def __init__(
@@ -66,11 +84,14 @@ class FusedRows:
         words = head if isinstance(head, DraftHead) else None
         width = head.width
         if words is not None and not words.some:
+            # This rank has none of the words. Its one column is a stand-in (`DraftHead.of_words`): kernels skip it, and
+            # the zeros are its gradient.
             width = 0
-            logits.zero_()  # of a word that this rank does not have: its gradient is 0
+            logits.zero_()
         self._chunk = logits, width, head.temperature
         columns = None
         ids = None
+        # Both or neither: the kernel has one switch for them.
         if words is not None:
             columns = words.columns.to(torch.int32)
             ids = words.ids.to(torch.int32)
@@ -79,26 +100,27 @@ class FusedRows:
         )
         label_logit = head.pick(logits, labels)
         label = head.sum(_scaled(label_logit, head))
-        draws = None
+        noise_of_labels = None
         if noise is not None:
             factors = to_device(torch.tensor(SHARPNESS), logits.device)
             seeds, keys = (to_device(x, logits.device) for x in noise)
-            draws = kernel.Noise(seeds, keys, labels, label, factors, head.start, ids)
-        # what this rank's columns give
-        here = kernel.read(*self._chunk, with_entropy, self._teacher, draws)
-        self._here = here
-        peak = head.max(here.peak)
-        behind = here.peak - peak
+            noise_of_labels = kernel.Noise(seeds, keys, labels, label, factors, head.start, ids)
+        of_rank = kernel.read(*self._chunk, with_entropy, self._teacher, noise_of_labels)
+        self._of_rank = of_rank
+        # Each rank's sums are relative to the largest z of its own columns. Correct them to that of all columns, then
+        # add them over the ranks, in one call.
+        peak = head.max(of_rank.peak)
+        behind = of_rank.peak - peak
         scale = behind.exp()
-        parts = [here.total * scale]
+        parts = [of_rank.total * scale]
         if teacher is not None:
-            parts.append(here.second - behind * here.mass)
-            parts.append(here.mass)
+            parts.append(of_rank.second - behind * of_rank.mass)
+            parts.append(of_rank.mass)
         elif with_entropy:
-            second_here = here.second + behind * here.total
-            parts.append(scale * second_here)
+            second_of_rank = of_rank.second + behind * of_rank.total
+            parts.append(scale * second_of_rank)
         sums = head.sum(torch.stack(parts))
-        total, *second = sums.double()
+        total, *rest = sums.double()
         self.lse = peak.double() + total.log()
         self._best_logprob = (peak.double() - self.lse).float()
         logprob = label.double() - self.lse
@@ -108,45 +130,54 @@ class FusedRows:
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/plain.py`.
             self._mass = torch.ones_like(label)
             if words is not None:
-                self._mass = second[1].float()
-            value = second[0] + second[1] * total.log()
+                self._mass = rest[1].float()
+            # Σ p · (log p - log q), with log q = (z - peak) - log total
+            value = rest[0] + rest[1] * total.log()
             of_mass = torch.xlogy(self._mass, self._mass)
             self.value = value.float() - of_mass
         elif with_entropy:
-            value = second[0] / total - total.log()
+            # -Σ q · log q, with q = exp(z - peak) / total
+            value = rest[0] / total - total.log()
             self.value = -value.float()
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """Return the ids `[C]` of the largest logits, of equal ones the lowest id, and log q of them."""
-        ids = self._head.ids_of(self._here.best)
-        return self._head.best(self._here.peak, ids), self._best_logprob
+        """Return the ids `[C]` of the largest logits, of equal ones the lowest id, and log q `[C]` of them."""
+        ids = self._head.ids_of(self._of_rank.best)
+        return self._head.best(self._of_rank.peak, ids), self._best_logprob
 
     def coupled(self) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
-        beaten = self._here.beaten.float()
+        beaten = self._of_rank.beaten.float()  # for the reduction; a label that one rank beats is beaten
         return 1 - self._head.max(beaten)
 
     def write_label(self, on_logprob: Tensor) -> None:
-        """Replace the logits by `on_logprob [C]` times the gradient of log q(label) in q's scores."""
+        """Overwrite the logits by `on_logprob [C]` times the gradient of log q(label) in logits / temperature.
+
+        The caller divides `on_logprob` by the temperature if it wants the gradient in the logits.
+        """
         columns = self._head.places(self._labels)
         self._kernel.write_label(*self._chunk, self.lse, columns, on_logprob)
 
-    def against(self, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σ min(p, q) and forward KL, `[C]`, and replace the logits by `scales [C]` times its gradient."""
-        overlap = self._kernel.write_against(
+    def write_forward_kl(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Overwrite the logits by `scales [C]` times the gradient of forward KL in logits / temperature.
+
+        Return (Σ min(p, q), forward KL), `[C]` each. It needs a teacher.
+        """
+        overlap = self._kernel.write_forward_kl(
             *self._chunk, self.lse, self._teacher, scales, self._mass
         )
         return self._head.sum(overlap), self.value
 
     def back(self) -> Tensor:
-        """Return the gradient `[C, H]` of the hidden states, after a method that writes; `VocabParallelHead.back`."""
+        """Return the gradient `[C, H]` of the hidden states, of this rank's columns: the caller sums it over ranks."""
         return self._head.back(self.scores)
 
     def of_weight(self, hidden: Tensor) -> Tensor:
-        """Return the gradient `[width, H]` of the output layer, after a method that writes; `hidden [C, H]`."""
+        """Return the gradient `[width, H]` of this rank's rows of the output layer; `hidden [C, H]`."""
         return self.scores.t() @ hidden
 
 
 def _scaled(x: Tensor, head: VocabParallelHead) -> Tensor:
+    """Return z = x / temperature in float32, finite for a logit of minus infinity; the kernels compute the same."""
     scaled = x.float().div_(head.temperature)
     return scaled.clamp_(min=lowest(torch.float32))

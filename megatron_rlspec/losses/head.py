@@ -1,4 +1,11 @@
-"""The vocabulary-parallel output layer: scores of a chunk of rows, and reductions over the vocabulary."""
+"""The vocabulary-parallel output layer: scores of a chunk of rows, and reductions over the vocabulary.
+
+Shapes as in `losses/drafter.py`: C rows of one chunk, H hidden size, V/tp this rank's share of the vocabulary. `width` is
+the number of this rank's columns, V/tp or fewer (`DraftHead`). Ids are token ids of the whole vocabulary; columns are
+places in this rank's logits.
+
+`sum`, `max`, `best`, `whole` and what uses them are collective: all ranks of `group` must call them in the same order.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +21,22 @@ from megatron_rlspec.host import memory
 from megatron_rlspec.noise import draw_each, noisy
 from megatron_rlspec.packing.transfer import to_device
 
-LOGITS_ON_CPU = memory.LARGEST // 4 - 1024  # of one chunk, in float32
-BYTES_ON_GPU = 5 * 2**28  # of one chunk's logits where kernels write the gradient in their place
+# Most logits of one chunk on a CPU: 4 bytes each, and a little less than `memory.LARGEST` together, so that the memory is
+# reused and not mapped anew (`memory.keep_freed`).
+LOGITS_ON_CPU = memory.LARGEST // 4 - 1024
+BYTES_ON_GPU = 5 * 2**28  # most bytes of one chunk's logits on a GPU with kernels
 
 
 @dataclass(frozen=True)
 class VocabParallelHead:
     """This rank's rows of the output layer.
 
-    weight       `[width, H]`, detached
-    temperature  divides all logits
-    start        the token id of the first row
-    total        token ids of all ranks together
+    weight       `[width, H]`, detached: gradients are computed by hand (`back`), not by autograd
+    temperature  divides all logits, above 0
+    start        the token id of this rank's first row; every rank has equally many
+    total        number of token ids of all ranks together, V
     group        tensor-parallel ranks; None if one rank holds the whole vocabulary
-    kernel       `kernels.head` where it computes the losses, None for plain torch
+    kernel       `kernels.losses` where it computes the losses, None for plain torch
 
     Methods take one chunk of C rows. Results are the same on every rank of `group`, unless a docstring says otherwise.
     """
@@ -64,10 +73,11 @@ class VocabParallelHead:
 
     @property
     def chunk(self) -> int:
-        """Return how many rows to compute logits of at once: on a CPU so few that `memory.keep_freed` works on them.
+        """Return the number of rows of which logits are computed at once.
 
-        With kernels there are only the logits themselves, so there are more: the sums of gradients of the output layer
-        are read and written once a chunk.
+        On a CPU it is so small that freed logits are reused (`LOGITS_ON_CPU`). With kernels it is larger, because a chunk
+        takes no memory but its logits. Large chunks are faster: each one reads and writes the whole gradient sum of the
+        output layer.
         """
         if self.kernel is not None:
             rows = BYTES_ON_GPU // (self.width * self.weight.element_size())
@@ -79,7 +89,7 @@ class VocabParallelHead:
     def rows_of(self, mask: Tensor, labels: Tensor) -> Tensor:
         """Return the indices of rows with a non-zero `mask [N]`. Raises ValueError if a label of one is no token id.
 
-        It reads both, so on a GPU it waits; training passes tensors of the CPU.
+        It reads both on the host, so with tensors on a GPU it waits for the GPU. Training passes tensors on the CPU.
         """
         rows = mask.nonzero().squeeze(1)
         used = labels.index_select(0, rows)
@@ -95,8 +105,8 @@ class VocabParallelHead:
     def scores(self, hidden: Tensor) -> Tensor:
         """Return logits / temperature minus the row's largest over all ranks, `[C, width]`, in float32 or float64.
 
-        The largest score is then 0, so differences of log-probabilities are exact for logits of any size. A logit of
-        minus infinity becomes a very low finite one with probability 0.
+        The largest score is then 0: large logits would lose digits of their small differences. A logit of minus infinity
+        becomes a very low finite one with probability 0, because a difference of infinities is NaN. Collective.
         """
         scores = self._logits(hidden)
         scores.clamp_(min=lowest(scores.dtype))
@@ -104,52 +114,56 @@ class VocabParallelHead:
         return scores.sub_(largest[:, None])
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        """Return logits / temperature `[C, width]`, in float32 or float64; `DraftHead` overrides it."""
         logits = self.logits(hidden).to(accumulate_in(hidden))
         return logits.div_(self.temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits `[C, width]` as the product gives them, in the type of `hidden`."""
+        """Return the raw logits `[C, width]`, in the type of `hidden`: what the kernels read."""
         return hidden @ self.weight.t()
 
     def normalised(self, logits: Tensor, lse: Tensor) -> Tensor:
-        """Return log-probabilities `[C, width]` from `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
+        """Return log-probabilities `[C, width]` from raw `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
         exact = accumulate_in(logits)
         scaled = logits.to(exact).div_(self.temperature)
         scaled.clamp_(min=lowest(exact))
         return scaled.sub_(lse[:, None])
 
     def back(self, grad: Tensor) -> Tensor:
-        """Return the hidden states' gradient `[C, H]` from the scores' `[C, width]`; the caller sums it over ranks."""
+        """Return the hidden states' gradient `[C, H]` from the logits' `[C, width]`, of this rank's columns only.
+
+        The caller sums it over ranks, once for all chunks.
+        """
         return grad.to(self.weight.dtype) @ self.weight
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum `x` over the ranks, in place, and return it. Collective."""
         if self.group is not None:
             dist.all_reduce(x, group=self.group)
         return x
 
     def max(self, x: Tensor) -> Tensor:
-        """Return the largest over the ranks."""
+        """Return the largest of `x` over the ranks, elementwise; `x` stays as it is. Collective."""
         if self.group is not None:
             x = x.clone()
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
     def log_sum_exp(self, scores: Tensor) -> Tensor:
-        """Return log Σ exp over the whole vocabulary, `[C]`."""
+        """Return log Σ exp of `scores [C, width]` over the whole vocabulary, `[C]`. Collective."""
         lse = scores.logsumexp(-1)
         if self.group is None:
             return lse
         top = self.max(lse)
-        relative = (lse - top).exp_()
+        relative = (lse - top).exp_()  # at most 1, so no sum overflows
         return top + self.sum(relative).log_()
 
     def ids_of(self, columns: Tensor) -> Tensor:
-        """Return the token ids of this rank's columns."""
+        """Return the token ids of this rank's `columns`, of any shape."""
         return columns + self.start
 
     def argmax(self, scores: Tensor) -> Tensor:
-        """Return the ids `[C]` of the largest scores; of equal scores the lowest id over all ranks."""
+        """Return the ids `[C]` of the largest `scores [C, width]`; of equal scores the lowest id. Collective."""
         value, column = scores.max(-1)
         return self.best(value, self.ids_of(column))
 
@@ -160,9 +174,10 @@ class VocabParallelHead:
         keys: Tensor,
         factors: Sequence[float],
     ) -> Tensor:
-        """Return the ids `[C, F]` of the largest factor · log-probability + noise, for each of F factors (`noise.py`).
+        """Return the ids `[C, F]` of the largest factor · log-probability + noise, for each of F factors. Collective.
 
-        seeds, keys  `[C]` int64
+        logprobs     `[C, width]`
+        seeds, keys  `[C]` int64, as for `noise.draw`: the noise depends on the token id, not on the rank that has it
         """
         all_columns = torch.arange(self.width, device=logprobs.device)
         ids = self.ids_of(all_columns)
@@ -170,36 +185,41 @@ class VocabParallelHead:
         best = ids[columns]
         if self.group is None:
             return best
+        # `draw_each` returns no scores: compute those of each rank's best again, to compare them.
         scaled = logprobs.gather(1, columns) * logprobs.new_tensor(factors)
         value = noisy(scaled, seeds, keys, best)
         return self.best(value, best)
 
     def best(self, value: Tensor, best: Tensor) -> Tensor:
-        """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id."""
+        """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id. Collective.
+
+        value, best  of one shape: this rank's largest value, and its id
+        """
         if self.group is not None:
+            # `total` is above every id, so the minimum takes the ids of ranks that have the largest value.
             best = best.masked_fill(value < self.max(value), self.total)
             dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
         return best
 
     def pick(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return `x [C, width]` at `ids [C]`, and 0 where another rank holds the id. Apply `sum` to it."""
+        """Return `x [C, width]` at `ids [C]`, `[C]`; 0 where another rank holds the id. `sum` then gives it to all."""
         local, mine = self._local(ids)
         values = x.gather(1, local[:, None])[:, 0]
         return values.masked_fill_(~mine, 0)
 
     def places(self, ids: Tensor) -> Tensor:
-        """Return the columns of `ids [C]`, -1 where another rank holds the id."""
+        """Return this rank's columns of `ids [C]`; -1 where another rank holds the id."""
         local, mine = self._local(ids)
         return local.masked_fill_(~mine, -1)
 
     def add_at(self, x: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Add `values [C]` to `x [C, width]`, in place, at the `ids [C]` that this rank holds."""
+        """Add `values [C]` to `x [C, width]`, in place, at the `ids [C]` that this rank holds. Returns `x`."""
         local, mine = self._local(ids)
-        here = values.masked_fill(~mine, 0)
-        return x.scatter_add_(1, local[:, None], here[:, None])
+        own_values = values.masked_fill(~mine, 0)
+        return x.scatter_add_(1, local[:, None], own_values[:, None])
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gather the columns of `x [C, width]` of all ranks: `[C, V]`."""
+        """Gather the columns of `x [C, width]` of all ranks: `[C, V]`. Collective; not for a `DraftHead`."""
         if self.group is None:
             return x
         x = x.contiguous()
@@ -208,11 +228,11 @@ class VocabParallelHead:
         return torch.cat(parts, 1)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of `x [C, V]`."""
+        """Return this rank's columns `[C, width]` of `x [C, V]`; the inverse of `whole`."""
         return x[:, self.start : self.start + self.width]
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of `ids [C]`, and whether this rank holds the id; elsewhere the column is any."""
+        """Return the columns of `ids [C]`, and whether this rank holds the id; where not, the column is any valid one."""
         local = ids - self.start
         mine = (local >= 0) & (local < self.width)
         return local.masked_fill_(~mine, 0), mine
@@ -220,14 +240,18 @@ class VocabParallelHead:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftHead(VocabParallelHead):
-    """The rows of the output layer of the words that drafts are chosen from (FR-Spec, arXiv 2502.14856, section 3).
+    """The output layer over the draft vocabulary: the words S that drafts are chosen from (FR-Spec, arXiv 2502.14856).
 
-    ids      `[width]` this rank's words, ascending; [-1] on a rank that holds none of them
-    columns  `[width]` their columns in the head over all words
-    some     whether this rank holds any of the words
-    own      a head of the drafter's own: the rows of it that this rank computes; else the rows are the policy's
+    A rank computes the words that lie in its share of the policy's vocabulary, so `width` differs between ranks.
 
-    Methods take and return ids of the full vocabulary. A word outside counts as one that another rank holds.
+    ids      `[width]` int64: the token ids of this rank's words, ascending; [-1] on a rank that holds none of them
+    columns  `[width]` int64: their columns in this rank's head over the whole vocabulary
+    some     whether this rank holds any of the words. If not, it has one stand-in row, whose probability is 0
+    own      where the drafter has an output layer of its own: the rows of it that this rank computes. None: the rows
+             are the policy's
+
+    Methods take and return ids of the whole vocabulary. A label outside S counts as one that another rank holds. So
+    `pick` is 0 for it on all ranks.
     """
 
     ids: Tensor
@@ -242,26 +266,27 @@ class DraftHead(VocabParallelHead):
         words: Tensor,
         own: Tensor | None = None,
     ) -> DraftHead:
-        """Make the head over `words [S]`, different ids. Raises ValueError for ids outside the vocabulary.
+        """Make the head over `words [S]`, different ids in any order. Raises ValueError for ids outside the vocabulary.
 
-        own  `[S, H]`, whole on every rank: the drafter's own rows, for ascending words (EAGLE-3)
+        full  the head over the whole vocabulary, of the policy
+        own   `[S, H]`, whole on every rank: the drafter's own rows, in the order of ascending words (EAGLE-3)
 
-        With `words` on the CPU, nothing is read from the device.
+        With `words` on the CPU, the host does not wait for a GPU.
         """
-        words = words.cpu().sort().values
+        words = words.cpu().sort().values  # ascending, because `_local` searches in them
         first_word = int(words[0]) if len(words) else -1
         if first_word < 0 or int(words[-1]) >= full.total:
             raise ValueError(
                 f"draft vocabulary: expected ids from 0 to {full.total - 1}, at least one"
             )
-        here = (words >= full.start) & (words < full.start + full.width)
-        ids = words[here]
+        mine = (words >= full.start) & (words < full.start + full.width)
+        ids = words[mine]
         some = bool(len(ids))
         first = 0
         if some:
             first = int(torch.searchsorted(words, full.start))
             columns = ids - full.start
-        else:  # a head needs a row; its logits are replaced
+        else:  # A head needs a row. `_logits` and `of_full` replace its values by very low ones; `FusedRows` skips it.
             ids = words.new_full((1,), -1)
             columns = words.new_zeros(1)
         rows = slice(first, first + len(columns))
@@ -284,16 +309,16 @@ class DraftHead(VocabParallelHead):
         )
 
     def holds(self, labels: Tensor) -> Tensor:
-        """Return for `labels [C]` 1.0 where a label is one of the words of any rank, else 0.0."""
+        """Return `[C]`: 1.0 where a label is one of the words of any rank, else 0.0. Collective."""
         _, mine = self._local(labels)
-        held = mine.to(accumulate_in(self.weight))
-        return self.sum(held)
+        in_words = mine.to(accumulate_in(self.weight))
+        return self.sum(in_words)
 
     def ids_of(self, columns: Tensor) -> Tensor:
         return self.ids[columns]
 
     def of_full(self, x: Tensor) -> Tensor:
-        """Return the columns of the words of log-probabilities `x [C, V/tp]`."""
+        """Return the columns `[C, width]` of this rank's words from log-probabilities `x [C, V/tp]` of the full head."""
         logprobs = x.index_select(1, self.columns)
         if not self.some:
             logprobs.fill_(lowest(logprobs.dtype))
@@ -307,7 +332,7 @@ class DraftHead(VocabParallelHead):
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         local = torch.searchsorted(self.ids, ids)
-        local.clamp_(max=self.width - 1)
+        local.clamp_(max=self.width - 1)  # `searchsorted` returns `width` for ids above all words
         return local, self.ids[local] == ids
 
 

@@ -1,6 +1,10 @@
-"""Losses of a chunk of rows in plain torch, vocabulary-parallel: where no kernel has them, as for the user's functions.
+"""Losses of a chunk of rows in plain torch: on a CPU, in float64, for the user's functions, and to check the kernels.
 
-Shapes as in `losses/drafter.py`. Results are float32 or float64, and the same on every rank.
+`PlainRows` has the interface of `FusedRows`; `losses/choice.py` calls one or the other. Shapes as in
+`losses/drafter.py`. Results are float32 or float64, and the same on every tensor-parallel rank.
+
+Every method that uses `head.sum`, `head.argmax`, `head.sample` or `head.whole` is collective: all ranks of the head's
+group must call it in the same order.
 """
 
 from __future__ import annotations
@@ -19,20 +23,24 @@ from megatron_rlspec.types import SHARPNESS
 
 @dataclass(frozen=True)
 class PlainTeacher:
-    """The policy's log-probabilities `[C, V/tp]`, a row for each student."""
+    """The teacher of C students: the policy's log-probabilities `[C, V/tp]`, row i for student i."""
 
     head: VocabParallelHead
     logprobs: Tensor
 
     def logprob(self, ids: Tensor) -> Tensor:
-        """Return log p `[C]` of `ids [C]`."""
+        """Return log p `[C]` of the token ids `ids [C]`. Collective."""
         return self.head.sum(self.head.pick(self.logprobs, ids))
 
 
 class PlainRows:
-    """The same as `FusedRows`. Call `best` first: the other methods write over `scores`.
+    """A chunk of rows of the policy, or of students; methods and attributes as those of `FusedRows`, but for two.
 
-    scores `[C, width]` of `head.scores`, lse `[C]` of them
+    scores  `[C, width]` of `head.scores`: logits / temperature minus the row's largest, not raw logits
+    lse     `[C]`, log Σ exp of these scores
+
+    Call `best` first: the other methods turn `scores` into log-probabilities in place, since a copy takes much memory.
+    Then call one method that writes: it stores the gradient for `back` and `of_weight`.
     """
 
     def __init__(
@@ -58,16 +66,18 @@ class PlainRows:
 
     def best(self) -> tuple[Tensor, Tensor]:
         best = self._head.argmax(self.scores)
-        score = self._head.pick(self.scores, best)
+        score = self._head.pick(self.scores, best)  # 0 on ranks without the id, so a sum gives it to all
         return best, self._head.sum(score) - self.lse
 
     @cached_property
     def _logq(self) -> Tensor:
+        """log q `[C, width]`, in the memory of `scores`. Cached, because a second subtraction would be wrong."""
         return self.scores.sub_(self.lse[:, None])
 
     def coupled(self) -> Tensor:
         assert self._noise is not None
         seeds, keys = self._noise
+        # Seeds are on the CPU in training, so choosing the rows does not wait for a GPU.
         with_seed = (seeds >= 0).nonzero()[:, 0]
         coupled = self._logq.new_zeros(len(self._logq), len(SHARPNESS))
         if not len(with_seed):
@@ -83,11 +93,12 @@ class PlainRows:
         return coupled
 
     def write_label(self, on_logprob: Tensor) -> None:
+        # `_grad` is q - onehot, minus the gradient of log q(label). `back` multiplies it by `_scales`.
         self._scales = -on_logprob
         minus_one = torch.full_like(self.lse, -1)
         self._grad = self._head.add_at(self._logq.exp_(), self._labels, minus_one)
 
-    def against(self, scales: Tensor) -> tuple[Tensor, Tensor]:
+    def write_forward_kl(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         assert self._teacher is not None
         head = self._head
         logq = self._logq
@@ -96,11 +107,12 @@ class PlainRows:
             logp = head.of_full(logp)
         p = logp.exp()
         q = logq.exp()
-        least = torch.minimum(p, q).sum(-1)
-        mean = (logp - logq).mul_(p).sum(-1)
-        overlap, loss = head.sum(torch.stack([least, mean]))
+        overlap_of_rank = torch.minimum(p, q).sum(-1)
+        loss_of_rank = (logp - logq).mul_(p).sum(-1)
+        overlap, loss = head.sum(torch.stack([overlap_of_rank, loss_of_rank]))
         if isinstance(head, DraftHead):
-            # Forward KL over a part S of the vocabulary would be infinite: p(S) · KL(p / p(S) ‖ q).
+            # Over a part S of the vocabulary KL(p ‖ q) is infinite. The loss is p(S) · KL(p / p(S) ‖ q), which is
+            # Σ over S of p · (log p - log q), minus p(S) · log p(S) (docs/design.md, Draft vocabulary).
             mass = head.sum(p.sum(-1))
             loss = loss - torch.xlogy(mass, mass)
             q.mul_(mass[:, None])
@@ -108,20 +120,26 @@ class PlainRows:
         self._grad = q.sub_(p)
         return overlap, loss
 
-    def against_own(
+    def write_own_loss(
         self, own: DrafterLoss, depths: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the same as `against`, for the user's loss; `depths [C]`, from 1."""
+        """Return (Σ min(p, q), the user's loss), `[C]` each, and store the gradient of Σ scales · loss.
+
+        own     the function of the option `drafter.loss`; it sees whole distributions, gathered from all ranks
+        depths  `[C]` int64, from 1
+
+        Raises FunctionError if the loss does not depend on the drafter's log-probabilities.
+        """
         assert self._teacher is not None
         option = named("drafter.loss", own)
         head = self._head
         logp = self._teacher.logprobs
-        least = torch.minimum(logp.exp(), self._logq.exp())
-        overlap = head.sum(least.sum(-1))
-        with torch.enable_grad():
+        smaller = torch.minimum(logp.exp(), self._logq.exp())
+        overlap = head.sum(smaller.sum(-1))
+        with torch.enable_grad():  # the caller runs under `no_grad`
             draft = head.whole(self._logq).detach().clone()
             draft.requires_grad_()
-            # The function may change its arguments in place.
+            # Copies: the function may change its arguments in place.
             rows = DrafterRows(
                 draft_logprobs=draft,
                 policy_logprobs=head.whole(logp).detach().clone(),
@@ -136,7 +154,7 @@ class PlainRows:
                 f"{option}: the result does not depend on draft_logprobs; expected one that does"
             )
         self._scales = scales
-        # from the gradient with respect to log-probabilities to that with respect to logits
+        # The function's gradient is in log q. Through log q = z - log Σ exp(z) it becomes that in the scores z.
         grad = grad - draft.detach().exp() * grad.sum(-1, keepdim=True)
         self._grad = head.share(grad)
         return overlap, loss.detach()

@@ -25,7 +25,7 @@ class Interpreter:
 
     def __init__(self, reads: list[np.ndarray], writes: list[np.ndarray]) -> None:
         self.sampling = importlib.import_module("megatron_rlspec.kernels.sampling")
-        self.head = importlib.import_module("megatron_rlspec.kernels.head")
+        self.losses = importlib.import_module("megatron_rlspec.kernels.losses")
         self._reads, self._writes = reads, writes
 
     def sample(self, sizes: dict[str, int], **arrays: np.ndarray) -> SimpleNamespace:
@@ -61,7 +61,7 @@ _made: list[Interpreter] = []
 
 @contextmanager
 def interpreter() -> Iterator[Interpreter]:
-    importlib.import_module("megatron_rlspec.kernels.head")  # compiled, as another test may have left it
+    importlib.import_module("megatron_rlspec.kernels.losses")  # compiled, as another test may have left it
     kept = _exchanged(_second)
     try:
         with mock.patch.dict("os.environ", TRITON_INTERPRET="1"):

@@ -49,11 +49,11 @@ def test_drawing_spills_no_register(capability: int, logits: str, mapped: bool, 
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("logits", ["*fp32", "*bf16"])
 def test_losses_spill_no_register(capability: int, logits: str, tmp_path: Path) -> None:
-    from megatron_rlspec.kernels import head, loss_passes
+    from megatron_rlspec.kernels import loss_passes, losses
 
     for name, constants in PASSES:
         pointers = {"logits": logits, "teacher": logits, "masses": "*fp32", "words": "*i32"}
-        constants = constants | {"BLOCK": head.BLOCK}
+        constants = constants | {"BLOCK": losses.BLOCK}
         used = compiled(getattr(loss_passes, name), pointers, constants, capability, {"num_warps": 4}, tmp_path)
         print(f"{name} {constants}, sm_{capability}, {logits}: {used}")
 

@@ -63,10 +63,10 @@ def test_drafts_of_a_reduced_vocabulary_take_the_noise_of_the_targets_words() ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_that_of_plain_torch(kind: str, words: str) -> None:
     found = Step(device="cuda").run(kind, words)
-    assert chosen.head(torch.empty(1, device="cuda"), choice.agrees) is not None, (
+    assert chosen.losses(torch.empty(1, device="cuda"), choice.agrees) is not None, (
         "the kernel was refused; the log says why"
     )
-    with mock.patch.object(chosen, "head", lambda *_: None):
+    with mock.patch.object(chosen, "losses", lambda *_: None):
         expected = Step(device="cuda").run(kind, words)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -70,13 +70,13 @@ class Launches:
 @pytest.fixture
 def counted() -> Iterator[Callable[..., Bytes]]:
     """Return a function that counts a loss."""
-    from megatron_rlspec.kernels import head, loss_passes
+    from megatron_rlspec.kernels import loss_passes, losses
 
     def count(work: Callable[[], None]) -> Bytes:
         counter = Bytes()
         passes = {name: Launches(counter, getattr(loss_passes, name)) for name in ("statistics", "gradient")}
         with (
-            mock.patch.object(chosen, "head", lambda *_: head),
+            mock.patch.object(chosen, "losses", lambda *_: losses),
             mock.patch.multiple(loss_passes, **passes),
             counter,
         ):
@@ -144,6 +144,6 @@ def test_chunks_are_as_large_as_the_memory_for_their_logits(words: int, bytes_: 
 def test_a_loss_of_the_users_has_chunks_of_plain_torch() -> None:
     """It gets whole distributions in float32, of which memory holds several."""
     hidden, weight, labels = inputs()
-    with mock.patch.object(chosen, "head", return_value=chosen):
+    with mock.patch.object(chosen, "losses", return_value=chosen):
         chunks = [Student(hidden, weight, labels, torch.ones(ROWS), kind)._chunk for kind in ("ce", torch.sum)]
     assert chunks == [4352, VocabParallelHead.of(weight, 1.0, None).chunk]

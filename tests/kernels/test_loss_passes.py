@@ -34,8 +34,8 @@ H, V = 8, 40
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Interpreter]:
-    with interpreter() as found, mock.patch.object(chosen, "head", lambda *_: found.head):
-        found.head.BLOCK = 32
+    with interpreter() as found, mock.patch.object(chosen, "losses", lambda *_: found.losses):
+        found.losses.BLOCK = 32
         yield found
 
 
@@ -114,7 +114,7 @@ def near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 def check(kernel: Interpreter, case: dict[str, Any]) -> None:
     width = case["student"].shape[1]
     weight = torch.empty(width, 1, dtype=case["student"].dtype)
-    full = replace(VocabParallelHead.of(weight, case["temperature"], None), kernel=kernel.head)
+    full = replace(VocabParallelHead.of(weight, case["temperature"], None), kernel=kernel.losses)
     head = full if case["words"] is None else DraftHead.of_words(full, case["words"])
     student = case["student"] if case["words"] is None else case["student"].index_select(1, case["words"])
     labels, scales = case["labels"], case["scales"]
@@ -142,9 +142,9 @@ def check(kernel: Interpreter, case: dict[str, Any]) -> None:
             zeros = torch.zeros_like(scales)
             places = head.places(labels)
             chunk = logits, head.width, head.temperature
-            kernel.head.write_label(*chunk, rows.lse, places, zeros, (scales, rows.value))
+            kernel.losses.write_label(*chunk, rows.lse, places, zeros, (scales, rows.value))
         else:
-            overlap, loss = rows.against(scales)
+            overlap, loss = rows.write_forward_kl(scales)
             assert near(overlap, expected["overlap"], exact)
         assert near(loss, expected[kind], exact), kind
         assert near(logits, gradients[kind], tolerance), kind
@@ -164,7 +164,7 @@ def test_losses_and_gradients_are_those_of_float64(kernel: Interpreter, case: di
 @settings(max_examples=40, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(case=cases(), block=st.sampled_from((16, 128)))
 def test_losses_do_not_depend_on_tiles(kernel: Interpreter, case: dict[str, Any], block: int) -> None:
-    with mock.patch.object(kernel.head, "BLOCK", block):
+    with mock.patch.object(kernel.losses, "BLOCK", block):
         check(kernel, case)
 
 
@@ -220,7 +220,7 @@ class Step:
 def test_a_step_is_that_of_plain_torch(kernel: Interpreter, kind: str, words: str) -> None:
     """Losses, metrics, results of rows, predicted acceptance and all gradients, in float32."""
     found = Step().run(kind, words)
-    with mock.patch.object(chosen, "head", lambda *_: None):
+    with mock.patch.object(chosen, "losses", lambda *_: None):
         expected = Step().run(kind, words)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -257,23 +257,23 @@ def test_what_is_not_a_number_stays_so(kernel: Interpreter) -> None:
 
 
 def test_a_kernel_is_chosen_if_its_losses_are_right(kernel: Interpreter) -> None:
-    head, cpu = kernel.head, torch.device("cpu")
-    with mock.patch.object(head, "BLOCK", 1024):
-        assert choice.agrees(head, cpu)
-        write = head.write_against
+    losses, cpu = kernel.losses, torch.device("cpu")
+    with mock.patch.object(losses, "BLOCK", 1024):
+        assert choice.agrees(losses, cpu)
+        write = losses.write_forward_kl
 
         def wrong(logits: torch.Tensor, *rest: Any) -> Any:
             result = write(logits, *rest)
             logits[0, 7] += 0.1
             return result
 
-        with mock.patch.object(head, "write_against", wrong):
-            assert not choice.agrees(head, cpu)
+        with mock.patch.object(losses, "write_forward_kl", wrong):
+            assert not choice.agrees(losses, cpu)
 
 
 def steps_in_worker(rank: int) -> list[dict[str, torch.Tensor]]:
     assert not chosen.on_all(rank == 0, dist.group.WORLD, torch.device("cpu"))
-    with interpreter() as found, mock.patch.object(chosen, "head", lambda *_: found.head):
+    with interpreter() as found, mock.patch.object(chosen, "losses", lambda *_: found.losses):
         return [Step(rank=rank).run(kind, words) for kind, words in SHARDED]
 
 
@@ -285,7 +285,7 @@ def test_two_ranks_are_one() -> None:
     """Over gloo, with half the vocabulary on each rank; the few words lie on one of them."""
     first, second = on_two(steps_in_worker)
     for case, one, other in zip(SHARDED, first, second, strict=True):
-        with mock.patch.object(chosen, "head", lambda *_: None):
+        with mock.patch.object(chosen, "losses", lambda *_: None):
             expected = Step().run(*case)
         for name, value in expected.items():
             if name == "weight":
