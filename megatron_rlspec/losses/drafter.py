@@ -1,11 +1,14 @@
-"""The drafter's losses, as sums: in chunks of rows, vocabulary-parallel.
+"""The drafter's losses and their gradients, as sums over rows: in chunks, with a vocabulary split over ranks.
 
-Shapes: N rows, H hidden size, V vocabulary, V/tp this tensor-parallel rank's share, C rows of one chunk. A row is one
-predicting position. Hidden states and results are replicated over `tp_group`. This module sums the gradients of hidden
-states over that group, so the gather under sequence parallelism needs no sum in its backward.
+Shapes: N rows, M rows of the teacher, H hidden size, V vocabulary, V/tp this tensor-parallel rank's share, C rows of
+one chunk. A row is one predicting position at one depth. Hidden states and results are the same on all ranks of
+`tp_group`. This module sums the gradients of hidden states over that group, so the gather under sequence parallelism
+needs no sum in its backward.
 
-Logits are computed only for rows with a weight, C at a time, so memory for logits does not grow with N. Arithmetic on
-logits is float32 (float64 for float64 inputs). All distributions are softmax(logits / temperature), as in an engine.
+Logits are computed only for rows of non-zero weight, C at a time, so memory for logits does not grow with N. Arithmetic
+on logits is float32 (float64 for float64 inputs). All distributions are softmax(logits / temperature), as in an engine.
+
+`train/drafter_step.py` makes the rows. Whether kernels or plain torch compute a chunk is decided in `losses/choice.py`.
 """
 
 from __future__ import annotations
@@ -30,23 +33,30 @@ Metrics = dict[str, Tensor]
 
 
 class Student:
-    """Σ token_weight · loss over rows, and metrics, learnt in parts. It is differentiable in `hidden [N, H]` only.
+    """The loss of the drafter (the student) over N rows, Σ token_weight · loss, with its gradient and metrics.
+
+    The rows are learnt in chunks, as the teacher's logits come. Create one, then call
+
+    1. `learn_labels` for kind "ce". For other kinds `learn_from`, or let `policy_logprobs` call `observe` for each
+       chunk that it computes: the policy's loss and the teacher then share one pass over the output layer.
+    2. `finish`, which returns the sum. It is differentiable in `hidden [N, H]` and in `own`. The output layer's
+       `weight [V/tp, H]` and the teacher get no gradient.
+
+    Every call is collective over `tp_group`: its ranks must make the same calls with the same rows.
 
     With student q and teacher p, `kind` selects the loss of a row:
 
     ce          -log q(label), without a teacher
     forward_kl  KL(p ‖ q)
-    a function  the user's (`custom.DrafterLoss`), without `words`
+    a function  the user's (`custom.DrafterLoss`), without `words`; `groups` must then be depth - 1
 
-    Call `learn_labels` for ce, else `learn_from`, then `finish`. In place of `learn_from`, `policy_logprobs` can call
-    `observe` for each chunk that it computes: policy's loss and teacher then share one pass over the output layer.
-    Gradients are computed while learning, chunk by chunk. The output layer's `weight [V/tp, H]` and the teacher get
-    none.
-
+    labels [N]         token ids, int64
+    token_weight [N]   factor of a row's loss; rows of weight 0 are not computed
     teacher_index [N]  the teacher's row of each row, row i if omitted. Rows of several depths share a teacher's chunk
     groups [N] int64   the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
+    chunk              C, the most rows whose logits exist at once; None: `VocabParallelHead.chunk`
     words [S]          the ids that drafts are chosen from; the student's softmax is over them only. Rows whose label is
-                       another word add 0 under ce; `docs/design.md`, Draft vocabulary
+                       another id add 0 under ce; `docs/design.md`, Draft vocabulary
     own [S, H]         an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
                        gradient
     keep_rows          keeps results of single rows in `rows`
@@ -57,7 +67,9 @@ class Student:
     Metrics are unweighted sums over rows of non-zero weight, `[num_groups]`: `tokens`, `loss`, `ce` and `match` (the
     label is argmax q; of equal logits the lower id). With a teacher also `overlap` (Σ min(p, q), which the acceptance
     of coupled drafts of sharpness 1 does not exceed) and `argmax_prob` (p(argmax q), the acceptance of argmax drafts).
-    With `words` also `covered` (labels among them); `ce` then sums over these rows only.
+    With `words` also `covered` (labels among them); `ce` then sums over these rows only. `train/objectives.py` divides
+    the sums and lists their names, too (`PER_DEPTH`).
+
     Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
     """
 
@@ -82,7 +94,8 @@ class Student:
     ) -> None:
         self._kind = kind
         self._head = head_of(weight, temperature, tp_group)
-        # of the student over the whole vocabulary; a function sees whole distributions, which no kernel has
+        # `_head` reads the teacher. `_full` is the student's head over the whole vocabulary. They differ for a function
+        # of the user's: it sees whole distributions, which only plain torch gives.
         self._full = replace(self._head, kernel=None) if callable(kind) else self._head
         self._chunk = chunk or self._full.chunk
         # the output layer of the draft vocabulary; None: that of the whole vocabulary
@@ -90,13 +103,15 @@ class Student:
         if words is not None:
             self._draft_head = DraftHead.of_words(self._head, words, own)
         rows = self._head.rows_of(token_weight, labels)
-        # Sorting by teacher row makes the students of consecutive teacher rows one slice.
+        # Sorting by teacher row makes the students of consecutive teacher rows one slice, which `observe` relies on.
+        # From here on `_hidden`, `_labels` and the others are in this order; `_rows` says which of the N each one is.
         teacher = rows if teacher_index is None else teacher_index.index_select(0, rows)
         self._teacher, order = teacher.sort(stable=True)
         rows = rows.index_select(0, order)
         device = hidden.device
         self._rows = to_device(rows, device)
         self._source = hidden
+        # detached: gradients are computed while learning, and `_Precomputed` gives them to autograd
         self._hidden = hidden.detach().index_select(0, self._rows)
         exact = accumulate_in(hidden)
         self._labels = to_device(labels.index_select(0, rows), device)
@@ -117,6 +132,7 @@ class Student:
         if hidden.requires_grad and learns:
             self._grad = torch.zeros_like(self._hidden)
         self._own = own
+        # Summed over chunks in float32 or float64: bfloat16 would lose small contributions.
         self._own_grad: Tensor | None = None
         if own is not None and learns:
             self._own_grad = torch.zeros_like(own, dtype=exact)
@@ -146,36 +162,43 @@ class Student:
 
     @torch.no_grad()
     def learn_from(self, teacher_hidden: Tensor) -> None:
-        """Learn all rows from the teacher's rows `teacher_hidden [M, H]`."""
+        """Learn all rows from the policy's hidden states `teacher_hidden [M, H]`, after its final norm."""
         for rows in self._teacher.unique().split(self._chunk):
             if not len(rows):
                 continue
             index = to_device(rows, self._rows.device)
             hidden = teacher_hidden.index_select(0, index)
-            no_labels = torch.zeros_like(index)
-            given = read(self._head, hidden, no_labels)
-            self.observe(rows, given.scores, given.lse)
+            no_labels = torch.zeros_like(index)  # `read` needs labels; their log-probabilities are not used
+            teacher = read(self._head, hidden, no_labels)
+            self.observe(rows, teacher.scores, teacher.lse)
 
     @torch.no_grad()
     def observe(self, rows: Tensor, scores: Tensor, lse: Tensor) -> None:
-        """Learn from the teacher's ascending `rows [C]`, their scores `[C, V/tp]`, which are overwritten, and `lse
-        [C]`, as `policy_logprobs` gives them.
+        """Learn the students of one chunk of teacher rows, as `policy_logprobs` gives it (`losses/logprobs.py`).
+
+        rows    `[C]`, ascending, of the M rows of the teacher
+        scores  `[C, V/tp]`: raw logits where kernels compute the losses, else `VocabParallelHead.scores`, which this
+                method overwrites
+        lse     `[C]`: log Σ exp(logits / temperature), or that of the scores
 
         Raises ValueError if a student between the first and the last row has a teacher that is not among `rows`.
         """
+        # `teacher_of` takes raw logits for kernels, and log-probabilities for plain torch.
         if self._head.kernel is None:
             scores.sub_(lse[:, None])
         elif self._full.kernel is None:
             scores = self._head.normalised(scores, lse)
+        # The students of these rows: `_teacher` is ascending. They can be more than a chunk, for several depths.
         rows = rows.to(self._teacher.device)
         begin = torch.searchsorted(self._teacher, rows[0])
         end = torch.searchsorted(self._teacher, rows[-1] + 1)
-        first, last = torch.stack([begin, end]).tolist()
+        first, last = torch.stack([begin, end]).tolist()  # at once: with tensors on a GPU the host waits once
         for start in range(first, last, self._chunk):
             part = slice(start, min(start + self._chunk, last))
+            # The place of each student's teacher among `rows`, if it is there.
             index = torch.searchsorted(rows, self._teacher[part])
-            of_chunk = rows[index]
-            if not torch.equal(of_chunk, self._teacher[part]):
+            nearest = rows[index]
+            if not torch.equal(nearest, self._teacher[part]):
                 raise ValueError(
                     "the teacher of a drafter row is not among the rows with computed logits"
                 )
@@ -183,12 +206,16 @@ class Student:
             self._learn(part, teacher_of(self._full, scores, lse, index))
 
     def finish(self) -> tuple[Tensor, Metrics]:
-        """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher."""
+        """Return (Σ token_weight · loss, metrics). Call it once. Raises ValueError if some row had no teacher.
+
+        The sum is a scalar that is the same on all ranks of `tp_group`, and so are its gradients.
+        """
         rows = len(self._rows)
         if self._learned != rows:
             raise ValueError(f"{rows - self._learned} of {rows} drafter rows had no teacher")
         total = self._total
         if self._grad is not None:
+            # Each rank has the part of its columns: one sum here, not one for each chunk.
             self._head.sum(self._grad)
             if self._own_grad is not None:
                 self._head.sum(self._own_grad)
@@ -204,18 +231,18 @@ class Student:
 
     @torch.no_grad()
     def _learn(self, part: slice, teacher: Teacher | None = None) -> None:
-        """Add loss, gradient and metrics of one slice of students; the teacher is aligned with the slice."""
+        """Add loss, gradient and metrics of one slice of the sorted students; the teacher has one row for each."""
         head = self._draft_head or self._full
         kind = self._kind
         labels = self._labels[part]
         weight = self._weight[part]
-        scales = weight / head.temperature
+        scales = weight / head.temperature  # the gradients of `rows` are in logits / temperature
         noise = None
         if self._noise is not None:
             seeds, keys = self._noise
             noise = seeds[part], keys[part]
         rows = read(head, self._hidden[part], labels, teacher=teacher, noise=noise)
-        best, best_logprob = rows.best()
+        best, best_logprob = rows.best()  # first: what follows overwrites the scores
         covered = torch.ones_like(weight)
         sums = {
             "tokens": torch.ones_like(weight),
@@ -224,11 +251,11 @@ class Student:
         if self._draft_head is not None:
             covered = self._draft_head.holds(labels)
             sums["covered"] = covered
-        ce = -rows.logprob * covered
+        ce = -rows.logprob * covered  # no cross-entropy for a label that the student cannot draft
         sums["ce"] = ce
-        kept = {"match": sums["match"], "label_logq": -ce, "best_logq": best_logprob}
+        of_rows = {"match": sums["match"], "label_logq": -ce, "best_logq": best_logprob}
         if self._noise is not None:
-            kept["coupled"] = rows.coupled() * covered[:, None]
+            of_rows["coupled"] = rows.coupled() * covered[:, None]
         learns = self._grad is not None or self._own_grad is not None
         if teacher is None:
             loss = ce
@@ -236,28 +263,35 @@ class Student:
                 rows.write_label(-scales * covered)
         else:
             if callable(kind):
+                # `_groups` is depth - 1 for a function of the user's (see the class).
                 assert isinstance(rows, PlainRows)
                 overlap, loss = rows.write_own_loss(kind, self._groups[part] + 1, scales)
             else:
                 overlap, loss = rows.write_forward_kl(scales)
             of_teacher = {"overlap": overlap, "argmax_prob": teacher.logprob(best).exp()}
             sums |= of_teacher
-            kept |= of_teacher
+            of_rows |= of_teacher
         self._total += (weight * loss).sum()
         if self._grad is not None:
-            self._grad[part] = rows.back()
+            self._grad[part] = rows.back()  # every student is in one slice only, so it is set and not added
         if self._own_grad is not None and self._draft_head is not None:
             self._own_grad[self._draft_head.own] += rows.of_weight(self._hidden[part])
         sums["loss"] = loss
         for name, x in sums.items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         for name, whole in self.rows.items():
-            whole.index_copy_(0, self._rows[part], kept[name])
+            whole.index_copy_(0, self._rows[part], of_rows[name])
         self._learned += len(weight)
 
 
 class _Precomputed(torch.autograd.Function):
-    """A scalar with gradients that the forward has computed: in some rows of `source`, and in `own`, if it is given."""
+    """A scalar with gradients that were computed before: of the rows `rows` of `source`, and of `own`, if it is given.
+
+    total     scalar, the value
+    rows      `[R]`, different rows of `source [N, H]`; the gradient of the other rows is 0
+    grad      `[R, H]`, d total / d source[rows]
+    own_grad  like `own`, d total / d own, in float32 or float64
+    """
 
     @staticmethod
     def forward(ctx, source, total, rows, grad, own, own_grad):

@@ -26,7 +26,7 @@ from megatron_rlspec.custom import (
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch, Sample
 
-# slime's value: added to a group's standard deviation; a smaller deviation carries no signal
+# slime's value. `advantages` adds it to a group's standard deviation. To `has_signal` a smaller deviation is none.
 STD_FLOOR = 1e-6
 
 
@@ -36,16 +36,18 @@ def advantages(
     known: Sequence[bool],
     normalise_std: bool = True,
 ) -> np.ndarray:
-    """Return one advantage per sample of a group, `[n]` float64: (reward - mean) / standard deviation.
+    """Return one advantage per sample of a group, `[n]` float64: (reward - mean) / (standard deviation + STD_FLOOR).
 
-    The standard deviation is the unbiased one plus 1e-6, as in slime. Without `normalise_std` nothing is divided. If
-    all rewards are equal, or the group has one sample, all advantages are exactly 0. A sample that is not `known` (its
-    reward failed) gets 0 and does not enter the mean. GRPO: arXiv 2402.03300, eq. 4; Dr. GRPO (no division): arXiv
-    2503.20783.
+    known          `[n]`: False for a sample whose reward failed. It gets 0 and does not enter mean and deviation
+    normalise_std  False: nothing is divided (Dr. GRPO, arXiv 2503.20783)
+
+    The standard deviation is the unbiased one, as in slime. If all known rewards are equal, or there are fewer than
+    two, all advantages are exactly 0. GRPO: arXiv 2402.03300, eq. 4.
     """
     rated = np.asarray(known, bool)
     result = np.zeros(len(rewards))
     known_rewards = np.asarray(rewards, np.float64)[rated]
+    # Compared exactly: the mean of equal floats can differ from them by rounding, which the division would blow up.
     if len(known_rewards) < 2 or known_rewards.min() == known_rewards.max():
         return result
     centred = known_rewards - known_rewards.mean()
@@ -56,7 +58,10 @@ def advantages(
 
 
 def has_signal(rewards: Sequence[float], *, known: Sequence[bool]) -> bool:
-    """Return whether dynamic sampling keeps this group: its known rewards differ (DAPO, arXiv 2503.14476, §3.2)."""
+    """Return whether dynamic sampling keeps this group: its known rewards differ (DAPO, arXiv 2503.14476, §3.2).
+
+    rewards, known  as for `advantages`; a group with fewer than two known rewards is not kept
+    """
     known_rewards = np.asarray(rewards, np.float64)[np.asarray(known, bool)]
     if len(known_rewards) < 2:
         return False
@@ -66,12 +71,12 @@ def has_signal(rewards: Sequence[float], *, known: Sequence[bool]) -> bool:
 def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
     """Return the addition to the reward of a response of `length` tokens: 0, falling to -1 over the last `zone` tokens.
 
-    DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 disables it.
+    DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 disables it. All arguments are in tokens.
     """
     if zone == 0:
         return 0.0
-    free = max_length - zone
-    into_zone = (length - free) / zone
+    zone_begins = max_length - zone
+    into_zone = (length - zone_begins) / zone
     return -min(1.0, max(0.0, into_zone))
 
 
@@ -81,9 +86,11 @@ def ppo_loss(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """PPO with a clip range of two widths: max(-r A, -clip(r) A), with r = exp(log_ratio), of each token `[T]`.
+    """Return PPO's loss of each token, `[T]`, and whether the clip range changes it, bool `[T]`.
 
-    Also returns whether the clip range has an effect, bool `[T]`.
+    The loss is max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A), with r = exp(log_ratio).
+
+    log_ratio, advantage  `[T]`; the loss is differentiable in log_ratio
     """
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -104,10 +111,11 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return Σ policy_weight · loss over this micro-batch's trained tokens, and detached sums for the records.
 
-    logprobs [T]   of the labels, under the policy being trained; positions without training may hold any value
+    logprobs [T]   of the labels, under the policy being trained, on its device; positions without training may hold any
+                   value
     entropy [T]    of the policy at each position
-    sequence_sum   for ratio="sequence" under context parallelism: sums `[samples]` over the ranks that share sequences;
-                   no gradient flows through it
+    sequence_sum   for ratio="sequence" under context parallelism: sums a tensor over the ranks that share sequences, a
+                   collective call; no gradient flows through it. None: this rank has whole sequences
     own            the user's loss of a token (`algorithm.loss`); it replaces w · pg below
 
     The loss of a token is
@@ -118,8 +126,9 @@ def policy_loss(
     min(exp(old - behaviour), tis_clip), and 1 if `tis_clip` is 0. Where an older policy sampled the token, and `old` is
     of the step's start, this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated.
 
-    The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means.
-    Metrics carry slime's names. With `kl_coef` the batch has `reference_logprobs`.
+    The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means
+    (`train/objectives.py`). Their names are slime's. They appear as `policy/...` in `records/metric_names.toml`. With
+    `kl_coef` the batch has `reference_logprobs`.
     """
     mask = to_device(batch.loss_mask != 0, logprobs.device)
 
@@ -130,6 +139,8 @@ def policy_loss(
 
     logprobs = trained(logprobs)
     behaviour = trained(batch.behaviour_logprobs)
+    # `old` is the policy whose ratio PPO clips: the engine's, the one before the step's first update, or, in the first
+    # update, this one itself: then the ratio is 1 and only its gradient counts.
     if algorithm.old_logprobs == "engine":
         old = behaviour
     elif batch.old_logprobs is not None:
@@ -148,19 +159,19 @@ def policy_loss(
     }
 
     if algorithm.tis_clip:
-        weight = (old - behaviour).exp()
+        weight = (old - behaviour).exp()  # without gradient: `old` and `behaviour` have none
         pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
         sums["tis"] = weight
         sums["tis_clipfrac"] = weight > algorithm.tis_clip
     if batch.staleness is not None:
         sums["staleness"] = trained(batch.staleness)
-    # With old_logprobs=engine the gap shows in the current policy's log-probs.
+    # The gap between trainer and engine. With old_logprobs=engine `old` is the engine's: compare the current policy.
     train = logprobs if algorithm.old_logprobs == "engine" else old
     sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
     sums["train_rollout_kl"] = kl_estimate(behaviour, train)
     if own is not None:
         tokens = PolicyTokens(
-            logprobs=logprobs.clone(),  # the function may change its arguments in place
+            logprobs=logprobs.clone(),  # copies: the function may change its arguments in place
             old_logprobs=old.clone(),
             behaviour_logprobs=behaviour.clone(),
             advantages=advantage.clone(),
@@ -199,7 +210,12 @@ def own_advantages(
     known: Sequence[bool],
     options: AlgorithmConfig,
 ) -> np.ndarray:
-    """Compute the user's advantage of each sample, `[n]`. Raises FunctionError if they are not n finite numbers."""
+    """Compute the user's advantage of each sample of a group, `[n]` float64 (`algorithm.advantage`).
+
+    rewards, known  `[n]`, as for `advantages`
+
+    Raises FunctionError if the function does not return n finite numbers.
+    """
     group = RewardedGroup(
         samples=samples,
         rewards=np.array(rewards, np.float64),
@@ -225,19 +241,25 @@ def _sequence_log_ratio(
     batch: PackedBatch,
     sequence_sum: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
-    """Return per token the mean log-ratio of its sequence, with the gradient of the token's own log-probability.
+    """Return per token `[T]` the mean log-ratio of its sequence, with the gradient of the token's own log-probability.
+
+    log_ratio  `[T]`, differentiable; 0 where `mask` is false
+    mask       `[T]` bool, the trained tokens
 
     That is the ratio of GSPO (arXiv 2507.18071, eq. 13) in the form of GSPO-token (§4.3). With one advantage per
     sequence its gradient equals GSPO's: in GSPO each of the n tokens' losses gives 1/n of its gradient to every token,
     and the n shares add up to one whole gradient per token. This form needs no gradient from other ranks.
     """
+    # Padding has -1: it goes to sample 0, with a log-ratio and a count of 0.
     sequence = to_device(batch.sequence_ids, log_ratio.device).clamp(min=0)
     rows = torch.stack([log_ratio.detach(), mask.to(log_ratio)])
     rows = rows.masked_fill(~mask, 0)
+    # [log-ratios, tokens] of every sample of the step, since `sequence_ids` count those of other micro-batches, too.
     sums = rows.new_zeros(2, batch.counts["samples"])
     sums = sums.index_add(1, sequence, rows)
     if sequence_sum is not None:
         sums = sequence_sum(sums)
     means = sums[0] / sums[1].clamp(min=1)
     mean = means[sequence]
+    # The value is `mean`; the gradient is that of `log_ratio`.
     return (mean + log_ratio - log_ratio.detach()).masked_fill(~mask, 0)

@@ -1,8 +1,8 @@
 """The vocabulary-parallel output layer: scores of a chunk of rows, and reductions over the vocabulary.
 
-Shapes as in `losses/drafter.py`: C rows of one chunk, H hidden size, V/tp this rank's share of the vocabulary. `width` is
-the number of this rank's columns, V/tp or fewer (`DraftHead`). Ids are token ids of the whole vocabulary; columns are
-places in this rank's logits.
+Shapes as in `losses/drafter.py`: C rows of one chunk, H hidden size, V/tp this rank's share of the vocabulary. `width`
+is the number of this rank's columns, V/tp or fewer (`DraftHead`). Ids are token ids of the whole vocabulary; columns
+are places in this rank's logits.
 
 `sum`, `max`, `best`, `whole` and what uses them are collective: all ranks of `group` must call them in the same order.
 """
@@ -21,7 +21,7 @@ from megatron_rlspec.host import memory
 from megatron_rlspec.noise import draw_each, noisy
 from megatron_rlspec.packing.transfer import to_device
 
-# Most logits of one chunk on a CPU: 4 bytes each, and a little less than `memory.LARGEST` together, so that the memory is
+# Most logits of one chunk on a CPU: of 4 bytes each, together a little less than `memory.LARGEST`. So their memory is
 # reused and not mapped anew (`memory.keep_freed`).
 LOGITS_ON_CPU = memory.LARGEST // 4 - 1024
 BYTES_ON_GPU = 5 * 2**28  # most bytes of one chunk's logits on a GPU with kernels
@@ -75,9 +75,9 @@ class VocabParallelHead:
     def chunk(self) -> int:
         """Return the number of rows of which logits are computed at once.
 
-        On a CPU it is so small that freed logits are reused (`LOGITS_ON_CPU`). With kernels it is larger, because a chunk
-        takes no memory but its logits. Large chunks are faster: each one reads and writes the whole gradient sum of the
-        output layer.
+        On a CPU it is so small that freed logits are reused (`LOGITS_ON_CPU`). With kernels it is larger, because a
+        chunk takes no memory but its logits. Large chunks are faster: each one reads and writes the whole sum of the
+        output layer's gradient.
         """
         if self.kernel is not None:
             rows = BYTES_ON_GPU // (self.width * self.weight.element_size())
@@ -105,8 +105,8 @@ class VocabParallelHead:
     def scores(self, hidden: Tensor) -> Tensor:
         """Return logits / temperature minus the row's largest over all ranks, `[C, width]`, in float32 or float64.
 
-        The largest score is then 0: large logits would lose digits of their small differences. A logit of minus infinity
-        becomes a very low finite one with probability 0, because a difference of infinities is NaN. Collective.
+        The largest score is then 0: large logits would lose digits of their small differences. A logit of minus
+        infinity becomes a very low finite one with probability 0: a difference of infinities is NaN. Collective.
         """
         scores = self._logits(hidden)
         scores.clamp_(min=lowest(scores.dtype))
@@ -232,7 +232,7 @@ class VocabParallelHead:
         return x[:, self.start : self.start + self.width]
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the columns of `ids [C]`, and whether this rank holds the id; where not, the column is any valid one."""
+        """Return the columns of `ids [C]`, and whether this rank holds the id; if not, the column is any valid one."""
         local = ids - self.start
         mine = (local >= 0) & (local < self.width)
         return local.masked_fill_(~mine, 0), mine
@@ -318,7 +318,7 @@ class DraftHead(VocabParallelHead):
         return self.ids[columns]
 
     def of_full(self, x: Tensor) -> Tensor:
-        """Return the columns `[C, width]` of this rank's words from log-probabilities `x [C, V/tp]` of the full head."""
+        """Return the columns `[C, width]` of this rank's words, of the full head's log-probabilities `x [C, V/tp]`."""
         logprobs = x.index_select(1, self.columns)
         if not self.some:
             logprobs.fill_(lowest(logprobs.dtype))

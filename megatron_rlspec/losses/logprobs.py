@@ -1,7 +1,10 @@
-"""Log-probabilities of labels under the policy, and the policy's entropy: in chunks of rows, vocabulary-parallel.
+"""Log-probabilities of labels under the policy, and the policy's entropy, with a vocabulary split over ranks.
 
-Shapes as in `losses/drafter.py`: N rows, H hidden, V vocabulary, V/tp this tensor-parallel rank's share,
-C rows of one chunk.
+They are computed in chunks of rows, so that logits `[N, V/tp]` never exist at once. `train/objectives.py` makes the
+policy's losses of them.
+
+Shapes as in `losses/drafter.py`: N rows, H hidden size, V vocabulary, V/tp this tensor-parallel rank's share, C rows of
+one chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from megatron_rlspec.losses.choice import head_of, policy_gradient, read
 from megatron_rlspec.losses.head import accumulate_in
 from megatron_rlspec.packing.transfer import to_device
 
-Observer = Callable[[Tensor, Tensor, Tensor], None]  # such as `Student.observe`
+# Takes (rows, scores, log-sum-exp) of a chunk, as `Student.observe` does; see `observe` below.
+Observer = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def policy_logprobs(
@@ -32,27 +36,32 @@ def policy_logprobs(
     chunk: int | None = None,
     observe: Observer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities of `labels [N]` and the entropy `[N]`; differentiable in hidden and weight.
+    """Return log-probabilities of `labels [N]` and the entropy `[N]`, float32 (float64 for float64 inputs).
 
-    The backward computes the logits again, chunk by chunk. Raises ValueError for a label that is no token id.
+    Both are differentiable in `hidden [N, H]` and `weight [V/tp, H]`. The backward computes the logits again, chunk by
+    chunk. Forward and backward are collective: all ranks of `tp_group` must call them with the same rows. Raises
+    ValueError for a label that is no token id.
 
     labels, mask  best on the CPU, so that choosing the rows does not wait for a GPU
+    temperature   above 0; the distribution is softmax(logits / temperature), from which engines sample
     with_entropy  False: the entropy is 0
-    mask          [N]; where it is 0 the results are 0, and no logits are computed
-    observe       called after each chunk of the forward, with the rows' numbers `[C]`, on the CPU as `labels`, their
-                  `VocabParallelHead.scores` `[C, V/tp]`, which it may overwrite, and log-sum-exp `[C]`. Where kernels
-                  compute the losses, the scores are the raw logits, and the log-sum-exp is that of logits / temperature
+    mask          [N]; where it is 0 the results are 0, and no logits are computed; None: all rows
+    chunk         C; None: `VocabParallelHead.chunk`
+    observe       called after each chunk of the forward with three tensors: the indices `[C]` of its rows among the N,
+                  ascending, on the device of `labels`; their scores `[C, V/tp]`, which it may overwrite; log Σ exp
+                  `[C]`. Where kernels compute the losses, the scores are raw logits, and log Σ exp is that of
+                  logits / temperature. Else they are `VocabParallelHead.scores`, and log Σ exp is that of the scores
     """
     head = head_of(weight, temperature, tp_group)
     if mask is None:
         mask = torch.ones_like(labels)
-    chosen = head.rows_of(mask, labels)
-    rows = to_device(chosen, hidden.device)
+    rows_of_labels = head.rows_of(mask, labels)  # on the device of `labels`
+    rows = to_device(rows_of_labels, hidden.device)
     picked, entropy = _LogProbs.apply(
         hidden.index_select(0, rows),
         weight,
-        to_device(labels.index_select(0, chosen), hidden.device),
-        (head, chunk or head.chunk, with_entropy, observe, chosen),
+        to_device(labels.index_select(0, rows_of_labels), hidden.device),
+        (head, chunk or head.chunk, with_entropy, observe, rows_of_labels),
     )
     zeros = picked.new_zeros(len(labels))
     logprobs = zeros.index_copy(0, rows, picked)
@@ -60,23 +69,27 @@ def policy_logprobs(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Computes log p(label) and the entropy of each row. The backward computes the logits of each chunk again."""
+    """Compute log p(label) and the entropy of each row. The backward computes the logits of each chunk again.
+
+    Otherwise autograd would keep the logits of all rows until the backward.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, labels, options):
         head, chunk, with_entropy, observe, rows = options
         picked = hidden.new_zeros(len(labels), dtype=accumulate_in(hidden))
+        # Kernels read raw logits, whose log Σ exp needs float64 (`losses/fused.py`).
         lse_dtype = picked.dtype if head.kernel is None else torch.float64
         lses = torch.zeros_like(picked, dtype=lse_dtype)
         entropy = torch.zeros_like(picked)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            found = read(head, hidden[part], labels[part], with_entropy)
-            lses[part] = found.lse
-            picked[part] = found.logprob
-            entropy[part] = found.value
+            read_rows = read(head, hidden[part], labels[part], with_entropy)
+            lses[part] = read_rows.lse
+            picked[part] = read_rows.logprob
+            entropy[part] = read_rows.value
             if observe is not None:
-                observe(rows[part], found.scores, found.lse)
+                observe(rows[part], read_rows.scores, read_rows.lse)
         ctx.save_for_backward(hidden, weight, labels, lses, entropy)
         ctx.options = options
         return picked, entropy
@@ -94,13 +107,14 @@ class _LogProbs(torch.autograd.Function):
             grad_weight = torch.zeros_like(weight, dtype=entropy.dtype)
         for first in range(0, len(labels), chunk):
             part = slice(first, first + chunk)
-            spread = (grad_entropy[part], entropy[part]) if with_entropy else None
+            entropy_term = (grad_entropy[part], entropy[part]) if with_entropy else None
             grad = policy_gradient(
-                head, hidden[part], labels[part], lses[part], grad_picked[part], spread
+                head, hidden[part], labels[part], lses[part], grad_picked[part], entropy_term
             )
             grad_hidden[part] = head.back(grad)
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
+        # Each rank has the part of its columns. The gradient of the weight needs no sum: its rows are this rank's own.
         head.sum(grad_hidden)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)

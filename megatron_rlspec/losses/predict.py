@@ -6,8 +6,14 @@ half of the text accepts with rate 0.95 and half with 0.1, at three steps; the m
 round, the true value is 1.71. `walk` follows each sequence instead: a round starts at the first position and ends after
 the drafts that this text accepts, and the next round starts there.
 
-Shapes: T positions in sequence order, with context-parallel shards joined; D depths; K step counts. Row t, depth d is
-the drafter's prediction of token t + 1 + d, as in `PackedBatch.drafter_*`.
+Shapes: T positions in sequence order, with context-parallel shards joined; D depths; K step counts; F sharpnesses of
+coupled drafts, or 1. Row t, depth d is the drafter's prediction of token t + 1 + d, as in `PackedBatch.drafter_*`.
+
+accept  probability that the draft is accepted, if the drafts before it are
+reach   the probability with which a round goes on behind it, on this text: 1 if the draft is the text's token, else 0
+
+`train/drafter_step.py` calls `of_rows` and `logq_of_rows` on the device in every micro-batch, and the others once a
+step on the CPU, so that the host waits for the device once.
 """
 
 from __future__ import annotations
@@ -28,13 +34,15 @@ def of_rows(
     *,
     sampled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (accept, reach), `[T, depth, F]`, from `Student.rows` of a training step, `[depth * T]`, by depth.
+    """Return (accept, reach), `[T, depth, F]` each.
 
-    sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. Otherwise (greedy,
-             top-p, top-k) this function does not know the distribution, and `accept` is `reach`
+    rows     `Student.rows` of a micro-batch, `[depth * T]` or `[depth * T, F]`: first all positions of depth 1, then
+             those of depth 2, and so on
+    sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. `accept` is then
+             p(argmax q). Otherwise (greedy, top-p, top-k) the distribution is not known here, and `accept` is `reach`
 
-    Rows of "coupled", `[depth * T, F]`, hold what a draft with the text's own noise does: they are both. F is the
-    number of factors there (`types.SHARPNESS`), and 1 for other drafts.
+    With rows of "coupled" (drafts with the text's own noise) both are these: on this text it is known whether the draft
+    is accepted. F is then the number of `types.SHARPNESS`.
     """
     if "coupled" in rows:
         accept = rows["coupled"]
@@ -49,9 +57,10 @@ def of_rows(
 
 
 def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
-    """Return log q of the drafts, `[T, depth, F]`, from `Student.rows`, by depth.
+    """Return log q of the drafts, `[T, depth, F]`, from `Student.rows` as for `of_rows`.
 
-    A coupled draft that is not the label is taken to be the drafter's likeliest token, which it mostly is.
+    `rows` do not say which token a coupled draft is, if it is not the label. It is then taken to be the drafter's
+    likeliest token, which it mostly is.
     """
     logq = rows["best_logq"][:, None]
     if "coupled" in rows:
@@ -68,7 +77,7 @@ def deepen(table: Tensor, depth: int) -> Tensor:
     columns = list(table.unbind(1))
     while len(columns) < depth:
         last = columns[-1]
-        beyond_end = torch.zeros_like(last[:1])
+        beyond_end = torch.zeros_like(last[:1])  # behind the last row nothing is predicted
         columns.append(torch.cat([last[1:], beyond_end]))
     return torch.stack(columns[:depth], 1)
 
@@ -79,40 +88,47 @@ def walk(
     mask: Tensor,
     steps: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the rounds of each sequence at every step count; accept, reach and mask are `[T, D]`, on the CPU.
+    """Follow the rounds of each sequence at every step count of `steps [K]`; each is at most D.
+
+    accept, reach  `[T, D]`, on the CPU
+    mask           `[T, D]`: `mask[t, d]` is not 0 where depth d + 1 at t predicts a generated token. Consecutive rows
+                   with `mask[t, 0]` are one response, or one turn of it; the first of them starts a round. Drafts past
+                   the end are not counted
 
     Return (reached, accepted) of `acceptance.Prediction`, `[K, D]` float64 each, and the probability `[T]` that a round
-    of the last step count starts at each position.
-
-    `mask[t, d]` is 1 where depth d + 1 at t predicts a generated token (`drafter_targets`). Consecutive rows with a
-    mask are one response, or one turn of it; the first of them starts a round. Drafts past its end are not counted.
+    of the last step count starts at each position; `by_logq` takes it.
     """
     depth = accept.shape[1]
     valid = mask != 0
-    alpha = accept.detach().double()
-    alpha = alpha.masked_fill(~valid, 0)
+    # float64, for sums over many positions and for LAPACK in `_round_starts`
+    accept_rates = accept.detach().double()
+    accept_rates = accept_rates.masked_fill(~valid, 0)
     of_depths = reach.detach().double()
     of_depths = of_depths.masked_fill(~valid, 0)
-    # [T, D + 1]: depth d reached from t
+    # [T, D + 1]: column d is the probability that a round from t accepts d drafts or more, and so reaches depth d + 1
     of_depths = of_depths.cumprod(1)
     carried = pad(of_depths, (1, 0), value=1.0)
-    reached = alpha.new_zeros(len(steps), depth)
+    reached = accept_rates.new_zeros(len(steps), depth)
     accepted = torch.zeros_like(reached)
     for row, k in enumerate(steps):
         inside = valid[:, 0]
         starts = _round_starts(inside, carried[:, : k + 1])
         weight = starts[:, None] * carried[:, :k]
         weight = weight * valid[:, :k]
-        accepted_here = weight * alpha[:, :k]
+        accepted_weight = weight * accept_rates[:, :k]
         reached[row, :k] = weight.sum(0)
-        accepted[row, :k] = accepted_here.sum(0)
+        accepted[row, :k] = accepted_weight.sum(0)
     return reached, accepted, starts
 
 
 def by_logq(logq: Tensor, accept: Tensor, reach: Tensor, mask: Tensor, starts: Tensor) -> Tensor:
-    """Return `acceptance.Prediction.by_logq` of one sharpness, `[2, BINS]` float64.
+    """Return `acceptance.Prediction.by_logq` of one sharpness, `[2, BINS]` float64: reached and accepted drafts.
 
-    Arguments as of `walk`, with the drafts' log q, `[T, D]`, and the starts that `walk` found.
+    logq    `[T, D]`: of the drafts
+    starts  `[T]`: the third result of `walk`; the other arguments as those of `walk`
+
+    The bins are those of `Selection.counts` in `speculation/ragged.py`, which begins with these numbers (`foresee`).
+    They divide log q from LOWEST to 0, finest near 0.
     """
     valid = mask != 0
     carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)
@@ -120,18 +136,23 @@ def by_logq(logq: Tensor, accept: Tensor, reach: Tensor, mask: Tensor, starts: T
     reached = starts[:, None] * valid * before
     accepted = reached * accept.detach().double()
     share = (logq.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).double().sqrt().sqrt()
-    bins = ((1 - share) * (BINS - 0.01)).long().flatten()
-    found = accept.new_zeros(2, BINS, dtype=torch.float64)
-    for row, drafts in zip(found, (reached, accepted), strict=True):
+    bins = ((1 - share) * (BINS - 0.01)).long().flatten()  # less than BINS, also for log q = 0
+    counts = accept.new_zeros(2, BINS, dtype=torch.float64)
+    for row, drafts in zip(counts, (reached, accepted), strict=True):
         row.index_add_(0, bins, drafts.flatten())
-    return found
+    return counts
 
 
 def _round_starts(inside: Tensor, carried: Tensor) -> Tensor:
-    """Return the probability that a round of k steps starts at each position, `[T]`; `carried [T, k + 1]`.
+    """Return the probability that a round of k steps starts at each position, `[T]` float64; 0 outside of responses.
 
-    The probability s_t of a start is 1 at the first position of a response, and else the sum over j of s_{t-1-j} times
-    the probability that a round from t - 1 - j accepts j drafts: a banded triangular system, which LAPACK solves.
+    inside   `[T]` bool: whether the position predicts a generated token
+    carried  `[T, k + 1]`: column j is the probability that a round from t accepts j drafts or more
+
+    The probability s_t of a start is 1 at the first position of a response. Elsewhere it is the sum over j of s_{t-1-j}
+    times the probability that a round from t - 1 - j accepts exactly j drafts. This is a lower triangular system of
+    equations with k + 1 diagonals below the main one. LAPACK solves it in one call; a loop over positions in Python
+    would be slow.
     """
     positions, size = carried.shape
     if not positions:
@@ -141,10 +162,11 @@ def _round_starts(inside: Tensor, carried: Tensor) -> Tensor:
     begins = inside & ~inside_before
     first = torch.where(begins, index, 0).cummax(0).values
     offset = index - first
-    # row i, column u: entry (u + i, u) of the matrix
+    # LAPACK's storage of a band: row i, column u holds the entry (u + i, u) of the matrix. Row 0, the main diagonal, is
+    # 1. Row i > 0 is minus the probability that a round from u accepts exactly i - 1 drafts.
     band = torch.ones(size + 1, positions, dtype=carried.dtype)
-    changes = carried[:, 1:] - carried[:, :-1]
-    band[1:-1] = changes.t()
+    minus_exactly = carried[:, 1:] - carried[:, :-1]
+    band[1:-1] = minus_exactly.t()
     band[-1] = -carried[:, -1]
     farthest = min(size, positions - 1)
     for ahead in range(1, farthest + 1):

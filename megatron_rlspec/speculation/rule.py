@@ -9,9 +9,13 @@ One candidate is the incumbent. Another one replaces it when the rounds lost by 
 the others could be better than is known, a few of its rounds are run to find out (`trials`). Plain decoding (`OFF`) is
 a candidate, and the first to be tried.
 
-An engine calls `choose` before each round, and `observe` and `timed` after it. The rule reads no clock. So ranks that
-see the same rounds and are told the same durations choose the same. It follows ReSpec, section 5.2, which profiles
-before training only; the rule goes on measuring.
+An engine calls `choose` before each round, and `observe` and `timed` after it. Engines that verify a part of the drafts
+also call `lengths` or `drafts` in between. The callers are `rollout/sglang/scheduler/decisions.py` and
+`rollout/embedded/choice.py`. Every tensor-parallel rank has a rule of its own, and all must choose the same, because
+they run one round together. So the rule reads no clock and draws no random numbers: it depends only on its calls.
+
+A rule comes from JSON (`from_json`), which the trainer sends after each push of weights (`learning.py`). It follows
+ReSpec, section 5.2, which profiles before training only; the rule goes on measuring.
 """
 
 from __future__ import annotations
@@ -32,12 +36,13 @@ from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.speculation.trials import CHANGE, Situation, Trials
 from megatron_rlspec.types import OFF, SpecConfig
 
-PATIENCE = 0.08  # rounds that staying must have lost, beyond what the change takes
-CATCH_UP = 0.1  # part of the time of catching up that staying off must have lost
-CAUTION = 0.2  # errors by which more drafts must be ahead
-MOST_CATCH_UP = 0.25  # part of a round that can be measured and taken off
-PUSH = 10  # rounds without drafts for which a push of weights counts
-REPLAN = 32  # rounds for which the thresholds of a ragged rule stay
+# How much the incumbent must have lost before another candidate replaces it, in units of its rounds.
+PATIENCE = 0.08
+CATCH_UP = 0.1  # from OFF, this share of the time of catching up is added to PATIENCE
+CAUTION = 0.2  # standard deviations of the estimated time that are taken off the gain of a deeper candidate
+MOST_CATCH_UP = 0.25  # largest share of a round's time that catching up may take if the round is to be timed
+PUSH = 10  # a push makes acceptance as uncertain as this number of rounds without drafts
+REPLAN = 32  # rounds after which the thresholds of a ragged rule are computed again
 
 
 @dataclass
@@ -52,15 +57,18 @@ class _Tally:
 class SpecRule:
     """Chooses the configuration of each round.
 
-    candidates  configurations that the engine can run
+    candidates  configurations that the engine can run; sorted, so OFF comes first and the deepest last. Lists and
+                indices in this file and in `trials.py` follow this order
     cost        of rounds, by the model's sizes
-    acceptance  what is known of accepted drafts
+    acceptance  the estimate of accepted drafts; None: a prior
     forecast    acceptance a_1, a_2, ... that the trainer predicts for new weights. A configuration that pays off by it
                 is tried at once, and only once
-    ragged      whether rounds verify of each request the drafts worth it (`ragged.py`). The engine then calls `lengths`
-                or `drafts` between drafting and verifying
-    catch_up    after `choose`: the number of requests for which the drafter must read before the round what it has
-                missed; they are those that missed fewest tokens
+    ragged      whether a round verifies only the drafts of each request that pay (`ragged.py`). The engine then calls
+                `lengths` or `drafts` between drafting and verifying
+    catch_up    after `choose`: the number of requests that draft in the round. The drafter must read before it what it
+                has missed of them. They are those that missed the fewest tokens
+
+    It has no lock: calls must not overlap.
     """
 
     def __init__(
@@ -80,20 +88,20 @@ class SpecRule:
                 f"acceptance holds {self.acceptance.depth} depths, but a candidate drafts {deepest}"
             )
         self.selection = Selection(max(deepest, 1)) if ragged else None
-        self._plans: list[Plan] = []  # of each candidate
-        self._chosen = 0  # the candidate of the round just chosen
-        self._planned = (-1, -1)  # batch and context that the plans are for, as octaves
-        self._since_plan = 0
+        self._plans: list[Plan] = []  # of each candidate; empty unless ragged
+        self._chosen = 0  # index of the candidate of the round just chosen
+        self._planned = (-1, -1)  # batch and context that the plans are for, rounded logarithms (`_plan`)
+        self._since_plan = 0  # rounds
         self.cost = cost
         self.catch_up = 0
         self.times = RoundTimes(cost, self.candidates)
         self.trials = Trials(self.candidates, self.acceptance, self.times, forecast)
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
         self.limit({})
-        self._incumbent = -1
-        self._lost = [0.0] * len(self.candidates)  # rounds, by not running each candidate
+        self._incumbent = -1  # -1: before the first round
+        self._lost = [0.0] * len(self.candidates)  # rounds of the incumbent, lost by not running each candidate
         self._batch = 0  # of the last round
-        self._catching_up = False  # in the round just chosen
+        self._catching_up = False  # whether the drafter reads what it missed in the round just chosen
         self._tally = _Tally()
 
     # What an engine calls
@@ -108,15 +116,18 @@ class SpecRule:
     ) -> SpecConfig:
         """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
 
-        missed  returns how many tokens the drafter has not read of the n requests that missed least. The engine must
-                let it read those of `catch_up` requests before the round
-        apart   whether a part of the requests can catch up; if not, all of them do when a round drafts
+        missed  takes n; returns how many tokens the drafter has not read of the n requests that missed least. The engine
+                must let it read those of `catch_up` requests before the round
+        apart   whether a part of the requests can catch up and draft while the others do not; if not, all of them do
+
+        It changes state (trials, losses, the tally): call it once for each round.
         """
         self.trials.unseen += 1
 
         def catch_up_ms(requests: int) -> float:
             return self.cost.catch_up_ms * missed(requests)
 
+        # The order matters: plans change the costs that `ms` returns, and a trial is weighed against the new incumbent.
         if self.selection is not None:
             self._plan(self.selection, batch, context_tokens)
         ms = self.times.ms(batch, context_tokens)
@@ -124,23 +135,31 @@ class SpecRule:
         self._follow(batch, ms, rates, catch_up_ms)
         now = Situation(batch, self._incumbent, ms, rates, catch_up_ms, apart)
         chosen = self.trials.next(now)
-        tries = chosen >= 0
-        drafting = min(self.trials.requests, batch) if tries else batch
-        self._chosen = chosen if tries else self._incumbent
+        is_trial = chosen >= 0
+        # In a trial out of OFF only a few requests may draft, because catching up takes time for each.
+        drafting = min(self.trials.requests, batch) if is_trial else batch
+        self._chosen = chosen if is_trial else self._incumbent
         config = self.candidates[self._chosen]
         self._catching_up = not config.off and missed(drafting) > 0
         self.catch_up = 0 if config.off else drafting
         self._tally.rounds[config] += 1
-        self._tally.trial_rounds += tries
+        self._tally.trial_rounds += is_trial
         return config
 
     def lengths(self, logq: np.ndarray) -> np.ndarray:
-        """Return how many drafts [B] of each request to verify, by the drafter's log-probabilities [B, k] of them."""
+        """Return how many drafts [B] of each request to verify, by the drafter's log-probabilities [B, k] of them.
+
+        Only for a ragged rule, in the round just chosen. Pass the same array to `observe`: it saves time there.
+        """
         assert self.selection is not None
         return self.selection.lengths(logq, self._plans[self._chosen].threshold)
 
     def drafts(self, batch: int) -> int:
-        """Return how many drafts of the batch to verify in the round just chosen, for an engine that chooses them."""
+        """Return how many drafts of the whole batch to verify in the round just chosen.
+
+        In place of `lengths`, for an engine that chooses on its device which ones: `RaggedRound` in
+        `rollout/sglang/scheduler/ragged.py`. Requests that explore verify all their drafts.
+        """
         assert self.selection is not None
         steps = self.candidates[self._chosen].num_steps
         exploring = len(range(self.selection.exploring(), batch, EXPLORE))
@@ -156,24 +175,28 @@ class SpecRule:
     ) -> Sequence[float]:
         """Learn how many drafts each request accepted in a round of `config`; it may come some rounds late.
 
-        verified  drafts of each request that were verified
-        logq      log-probabilities of the drafts among which the round chose [C, k]; None: it verified all. Requests
-                  behind the first C verified all
+        accepted  [B] drafts of each request that drafted
+        verified  [B] drafts of each request that were verified; only read with `logq`
+        logq      [C, k], C <= B: log-probabilities of the drafts among which the round chose; None: it verified all.
+                  Requests from the C-th on verified all
 
-        Returns how many requests accept 0, 1, ... drafts if all are verified; () from a rule that is not ragged.
+        Returns the histogram for `RoundStats.if_all`: how many requests would accept 0, 1, ... drafts if all were
+        verified. () from a rule that is not ragged.
         """
         if config.num_steps == 0 or len(accepted) == 0:
             return ()
         histogram: Sequence[float]
-        # A round can have been launched under the rule before.
+        # The round can have been launched under the rule before this one, with other candidates or another depth.
         if self.selection is not None and logq is not None and config in self.candidates:
             histogram = self.selection.observe(logq, np.asarray(verified), np.asarray(accepted))
         else:
             histogram = histogram_of(config.num_steps, accepted)
         changed = self.trials.changed
         if changed > CHANGE:
-            # Older observations say no more than this.
+            # n drafts give a rate with a variance of at most 0.25 / n. The rate may have changed by `changed` since the
+            # older observations, so they weigh no more drafts than have that error.
             self.acceptance.limit(0.25 / changed**2)
+        # Observations fade by rounds: by all since the last call, also those that drafted nothing.
         rounds = max(self.trials.unseen, 1)
         self.acceptance.observe_histogram(config.num_steps, histogram, rounds)
         self.trials.unseen = 0
@@ -188,32 +211,39 @@ class SpecRule:
         caught_up_ms: float | None = None,
         drafts: float | None = None,
     ) -> None:
-        """Learn the duration of a round without a prefill. All tensor-parallel ranks must pass the same.
+        """Learn the duration of a round without a prefill. All tensor-parallel ranks must pass the same numbers.
 
-        drafts        that it verified of a request, on average; None: all. Counts if the rule is ragged
+        Rounds must be passed in the order in which they ran: of two rounds in a row one counts (`RoundTimes.timed`).
+
+        drafts        drafts that it verified of a request, on average; None: all. Ignored unless the rule is ragged
         caught_up_ms  ms of the round in which the drafter read what it had missed; None: not measured. The round does
-                      not count if this time is unknown or a large part of it
+                      not count if the drafter caught up in a time that is unknown or a large part of `ms`
         """
-        runs = config in self.candidates and batch <= self._most_batch.get(config, batch)
-        if not runs:
+        can_run = config in self.candidates and batch <= self._most_batch.get(config, batch)
+        if not can_run:
             return
         decoding: float | None = ms
         if caught_up_ms is None and self._catching_up:
             decoding = None
         elif caught_up_ms is not None:
             decoding = ms - caught_up_ms if caught_up_ms < MOST_CATCH_UP * ms else None
-        chosen = drafts if self.selection else None
-        self.times.timed(config, batch, context_tokens, decoding, chosen)
+        verified = drafts if self.selection else None
+        # also with None: `RoundTimes` must know that another round came between
+        self.times.timed(config, batch, context_tokens, decoding, verified)
 
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
-        """Do not run these configurations above these batches, as by their captured graphs."""
+        """Do not run these configurations above these batch sizes, for which they have no CUDA graphs.
+
+        A configuration that is missing has no limit. The engine must leave one that may run at every batch size.
+        """
         self._most_batch = most_batch
         self._most = [most_batch.get(config, math.inf) for config in self.candidates]
 
     def inherit(self, former: SpecRule) -> None:
-        """Go on from the rule before, after a push: limits, times of rounds, and what trials may lose.
+        """Go on from the rule before, after a push: limits, times of rounds, the incumbent, and what trials may lose.
 
-        Acceptance is that of the new weights, and not taken over. Trials come earlier, because old ones say less.
+        Acceptance is that of the new weights, and not taken over. Trials come earlier, because old ones say less. If
+        cost or candidates differ, only the limits are taken over.
         """
         self.limit(former._most_batch)
         if not self.times.restore(former.times.to_json()):
@@ -225,7 +255,10 @@ class SpecRule:
         self._batch = former._batch
 
     def report(self) -> dict[str, Any]:
-        """Return the choices since the last report and the state, as JSON."""
+        """Return the choices since the last report, and the state, as JSON. The counts then begin again.
+
+        This is an engine's `spec_rule_report`. `learning.py` reads it, and sends "learnt" back to `from_json`.
+        """
         tally, self._tally = self._tally, _Tally()
         return {
             "rounds": {str(config): n for config, n in sorted(tally.rounds.items())},
@@ -238,7 +271,10 @@ class SpecRule:
     # Decisions
 
     def _plan(self, selection: Selection, batch: int, context_tokens: int) -> None:
-        """Find the threshold of each candidate, if the last plans are old or for another batch."""
+        """Compute the threshold of each candidate anew, if the last plans are old or for another batch or context.
+
+        The batch may change by a quarter of an octave (a factor of 2) and the mean context by one.
+        """
         place = round(4 * math.log2(batch)), round(math.log2(max(context_tokens / batch, 1.0)))
         self._since_plan += 1
         if place == self._planned and self._since_plan < REPLAN:
@@ -249,15 +285,16 @@ class SpecRule:
         for i, config in enumerate(self.candidates):
             ms = partial(self.times.uneven, i, batch, context_tokens)
             self._plans.append(selection.plan(config.num_steps, ms))
+        # From now on `times.ms` returns the ms of rounds that verify so many drafts.
         self.times.verify([plan.verified for plan in self._plans])
 
     def _tokens(self, candidate: int) -> float:
-        """Return the tokens that a request gets in a round of a candidate."""
+        """Return the tokens that a request gets in a round of a candidate, on average."""
         tokens = self.acceptance.totals[self.candidates[candidate].num_steps]
         return tokens * self._plans[candidate].share if self._plans else tokens
 
     def _rates(self, batch: int, ms: Sequence[float]) -> list[float]:
-        """Return tokens per ms of one request under each candidate; 0 where it must not run."""
+        """Return tokens per ms of one request under each candidate; 0 where it must not run (`limit`)."""
         rates = []
         for i, most in enumerate(self._most):
             rates.append(self._tokens(i) / ms[i] if batch <= most else 0.0)
@@ -270,18 +307,23 @@ class SpecRule:
         rates: Sequence[float],
         catch_up_ms: Callable[[int], float],
     ) -> None:
-        """Add up what each candidate would have gained, and make the best one the incumbent if that is enough."""
+        """Add up what each candidate would have gained, and make the best one the incumbent if that is enough.
+
+        ms, rates    of each candidate in the round to come; a rate of 0: it must not run
+        catch_up_ms  takes n; returns the ms in which the drafter reads what the n requests missed that missed least
+        """
         best = rates.index(max(rates))
+        # The batch shrinks within a rollout, so one of more than twice the size is of a new rollout.
         new_rollout = batch > 2 * self._batch
         self._batch = batch
         now = self._incumbent
         if now < 0:
             self._incumbent = best
             return
-        if rates[now] == 0:
+        if rates[now] == 0:  # the batch is above its limit
             self._change(best)
             return
-        reading = catch_up_ms(batch) / ms[now]
+        reading = catch_up_ms(batch) / ms[now]  # in rounds of the incumbent
         threshold = PATIENCE
         if now == self._off:
             threshold += CATCH_UP * reading
@@ -292,10 +334,11 @@ class SpecRule:
             gain = math.log(rate / rates[now])
             if self.candidates[i].num_steps > self.candidates[now].num_steps:
                 gain -= CAUTION * errors[i]
-            # one round alone is not enough
+            # At most half the threshold: one round alone must not change the incumbent.
             counted = min(max(gain, -threshold / 2), threshold / 2)
+            # The two cases below may change it at once.
             if i == self._off and i != now and gain >= 0 and reading > 0:
-                # New requests: the drafter would first read their prompts.
+                # New requests: the drafter would first read their prompts, which OFF saves.
                 counted = threshold + reading
             elif new_rollout and gain > 0:
                 counted = gain + PATIENCE
@@ -304,6 +347,7 @@ class SpecRule:
             self._change(best)
 
     def _change(self, new: int) -> None:
+        """Make candidate `new` the incumbent. Losses and the wait for trials were relative to the one before."""
         self._incumbent = new
         self._lost = [0.0] * len(self.candidates)
         self.trials.restart()
@@ -312,7 +356,10 @@ class SpecRule:
     # State
 
     def _learnt(self) -> dict[str, Any]:
-        """Return what outlives an engine: the times of rounds, what trials may lose, and how likely drafts are."""
+        """Return what the trainer keeps and sends with the next rule, for `_restore`: see `Learning.learnt`.
+
+        The times of rounds, what trials may lose, and, if ragged, how likely drafts are accepted by log q.
+        """
         learnt: dict[str, Any] = {
             "times": self.times.to_json(),
             "trials": self.trials.to_json(),
@@ -322,7 +369,7 @@ class SpecRule:
         return learnt
 
     def to_json(self) -> dict[str, Any]:
-        """Return settings and learnt state, for `from_json`."""
+        """Return settings and learnt state, for `from_json` of a rule elsewhere. The incumbent is not in it."""
         return {
             "candidates": [config.to_json() for config in self.candidates],
             "roofline": self.cost.to_json(),
@@ -334,11 +381,12 @@ class SpecRule:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
-        """Make a rule from JSON. Raises ValueError.
+        """Make a rule from JSON: `Learning.rule` of the trainer, with the engine's candidates. Raises ValueError.
 
-        Required: `candidates`, a list of numbers of drafts and "off", and `roofline`. Optional:
-        `acceptance`, `forecast`, `ragged`, `chances` (drafts by log q that the trainer predicts), and
-        `learnt` (as `report` returns it), which counts if it is of the same cost and candidates.
+        Required: `candidates`, a list of numbers of drafts and "off", and `roofline`. Optional: `acceptance`,
+        `forecast`, `ragged`, `chances` (`Prediction.chances`: drafts by log q that the trainer predicts), and `learnt`
+        (as `report` returns it). `learnt` is ignored if it is of another cost or of other candidates. A new field must
+        be added to `_KEYS`.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -369,6 +417,7 @@ class SpecRule:
         return rule
 
     def _restore(self, learnt: Mapping[str, Any]) -> None:
+        """Set what `_learnt` returned, unless cost or candidates differ. Raises ValueError for missing parts."""
         try:
             if not self.times.restore(learnt["times"]):
                 return
@@ -385,4 +434,5 @@ def _are_rates(value: Any) -> bool:
     return all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in value)
 
 
+# Fields of `from_json`. "sharpness" of `Learning.rule` is not among them: engines take it out before.
 _KEYS = {"candidates", "acceptance", "chances", "forecast", "learnt", "ragged", "roofline"}

@@ -1,8 +1,11 @@
 """Trials: a few rounds of a candidate that is not the incumbent, run to learn its time and its acceptance.
 
-A trial comes where a candidate could be better than the incumbent by more than is known, and where what it loses can be
-paid. All trials lose at most FREE rounds at first, and a share of the rounds after that. Each one that changes nothing
-doubles the wait for the next.
+`rule.py` chooses the incumbent, and asks `Trials.next` before every round whether to run another candidate. A candidate
+is tried if it could be better than the incumbent within the errors of the estimates, and if the allowance pays for what
+the trial may lose. The allowance begins with FREE rounds and grows by SHARE with every round. Each trial that changes
+nothing doubles the wait for the next.
+
+Losses, the allowance and waits are in rounds of the incumbent. A candidate is an index into `candidates`; -1 is none.
 """
 
 from __future__ import annotations
@@ -15,26 +18,27 @@ from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.types import OFF, SpecConfig
 
-ROUNDS = 3  # of a trial; the first after a change is not timed
-DRAFTS = 9  # requests that draft in a trial of more drafts, over its rounds
-FREE = 3.0  # rounds that trials may lose at first, and
-SHARE = 0.01  # the share of all rounds after that
-WAIT = 4  # rounds between two trials at first, and
-MOST_WAIT = 512  # after many that changed nothing
-OPTIMISM = 1.5  # errors by which a candidate may be better than is known
-LEAST_GAIN = 0.01  # that a candidate must promise
-PLAIN_ERROR = (
-    0.15  # of plain decoding's time against the incumbent's: above it plain decoding is tried
-)
-CHANGE = 0.02  # standard deviation by which acceptance changes in a round without drafts, and
-MOST_CHANGE = 0.4  # in any number of them; it grows with the square root
+ROUNDS = 3  # rounds of a trial: `RoundTimes` does not count the first after a change, and takes one of the next two
+DRAFTS = 9  # requests that draft in a trial of more drafts, summed over its rounds: fewer say little of acceptance
+FREE = 3.0  # rounds that all trials together may lose at first
+SHARE = 0.01  # rounds that they may lose more with every round
+WAIT = 4  # rounds between two trials at first
+MOST_WAIT = 512  # rounds between two trials after many that changed nothing
+OPTIMISM = 1.5  # standard deviations by which a candidate may be better than its estimate
+LEAST_GAIN = 0.01  # relative gain in tokens per ms that a candidate must promise
+# Standard deviation of log time of plain decoding against the incumbent's, above which plain decoding is tried.
+PLAIN_ERROR = 0.15
+# Standard deviation by which acceptance may have changed after n rounds without drafts: CHANGE · √n, at most MOST_CHANGE.
+CHANGE = 0.02
+MOST_CHANGE = 0.4
 
 
 class Situation(NamedTuple):
     """What a decision depends on, before a round.
 
-    incumbent    index of the candidate that runs
-    ms           of a round of each candidate
+    batch        requests of the round
+    incumbent    index of the candidate that runs if nothing is tried
+    ms           estimated ms of a round of each candidate
     rates        tokens per ms and request of each candidate; 0 where it must not run
     catch_up_ms  takes n; returns the ms in which the drafter reads what the n requests missed that missed least
     apart        whether some of the requests can catch up and draft while the others do not
@@ -51,10 +55,12 @@ class Situation(NamedTuple):
 class Trials:
     """Chooses which candidate is tried and when, and pays for it.
 
-    forecast   acceptance a_1, a_2, ... that the trainer predicts for new weights; None: none, or used already
-    requests   that draft in the present trial
-    unseen     rounds since acceptance was last observed
-    allowance  rounds that trials may lose now
+    acceptance, times  the estimates of the rule, which it shares and updates
+    forecast           acceptance a_1, a_2, ... that the trainer predicts for new weights; None: none, or used already
+    requests           the number of requests that draft in the present trial
+    unseen             rounds since acceptance was last observed; `rule.py` counts them
+    allowance          rounds that trials may lose now
+    interval, wait     rounds from one trial to the next, and how many of them are left
     """
 
     def __init__(
@@ -74,13 +80,13 @@ class Trials:
         self.interval = WAIT
         self.wait = WAIT
         self._off = candidates.index(OFF) if OFF in candidates else -1
-        self._tried = -1
-        self._left = 0  # rounds of the present trial
-        self._unpaid = 0  # rounds of the last one that the allowance has not paid yet
+        self._tried = -1  # the candidate of the present or last trial
+        self._left = 0  # rounds left of the present trial
+        self._unpaid = 0  # rounds of the last trial that the allowance has not paid yet: see `_begin`
 
     @property
     def changed(self) -> float:
-        """Return the standard deviation by which acceptance may have changed since it was observed."""
+        """Return the standard deviation by which acceptance rates may have changed since they were observed."""
         return min(CHANGE * math.sqrt(self.unseen), MOST_CHANGE)
 
     def restart(self) -> None:
@@ -96,12 +102,12 @@ class Trials:
         self.wait = min(former.wait, self.interval)
 
     def next(self, now: Situation) -> int:
-        """Return the candidate to try in the next round; -1: none."""
+        """Return the candidate to try in the next round; -1: run the incumbent. Call it once before every round."""
         self.allowance += SHARE
         self.wait -= 1
         if self._left == 0 and not self._begin(now):
             return -1
-        if now.rates[self._tried] == 0:
+        if now.rates[self._tried] == 0:  # the batch has grown above the candidate's limit
             self._left = 0
             return -1
         self._left -= 1
@@ -109,12 +115,15 @@ class Trials:
         return self._tried
 
     def _begin(self, now: Situation) -> bool:
-        """Begin a trial if one is due and can be paid for. Returns whether it did."""
+        """Begin a trial if one is due and can be paid for. Returns whether it did.
+
+        A candidate that the forecast calls better does not wait.
+        """
         tried = self._foretold(now)
         foretold = tried >= 0
         if not foretold and self.wait > 0:
             return False
-        # The rounds of the last trial are timed by now.
+        # The last trial is paid only now: its rounds are timed by now, so its loss is known better.
         self.allowance -= self._unpaid * self._loss(self._tried, now)
         self._unpaid = 0
         if not foretold:
@@ -125,17 +134,18 @@ class Trials:
         requests = now.batch
         reading = 0.0
         if now.incumbent == self._off:
+            # The drafter must first read what it missed. A few requests suffice: DRAFTS of them over ROUNDS rounds.
             if now.apart:
                 requests = min(now.batch, -(-DRAFTS // ROUNDS))
             reading = now.catch_up_ms(requests) / now.ms[now.incumbent]
         loss = ROUNDS * self._loss(tried, now)
         if self._nothing_compared():
-            loss = 0.0  # the cost may be wrong about it
+            loss = 0.0  # The cost model may be wrong about the loss. Without a trial that would stay unknown.
         if loss + reading > self.allowance:
             return False
         self.allowance -= reading
         if foretold:
-            # whatever was observed before is of other weights
+            # The forecast counts once. What was observed before is of other weights, so it may be off by the most.
             self.forecast = None
             self.unseen = max(self.unseen, round((MOST_CHANGE / CHANGE) ** 2))
         self._tried = tried
@@ -155,6 +165,7 @@ class Trials:
         for i, config in enumerate(self.candidates):
             tokens = expected_tokens(config, self.forecast)
             known = self.acceptance.totals[config.num_steps]
+            # its rate, with the predicted tokens of a round in place of the observed ones
             gain = now.rates[i] / known * tokens / now.rates[now.incumbent]
             if gain > most:
                 best, most = i, gain
@@ -163,20 +174,21 @@ class Trials:
     def _most_promising(self, now: Situation) -> int:
         """Return the candidate that may gain most for what its trial loses; -1: none may gain.
 
-        Plain decoding comes first if its time is not known. Before the incumbent was timed here, nothing is compared.
+        Plain decoding comes first if its time is not known. If other rounds were timed, but none of the incumbent near
+        this batch size, there is no trial: nothing could be compared with it.
         """
         incumbent = now.incumbent
         errors = [0.0] * len(now.rates)
-        compare = False
+        must_compare = False  # whether a candidate is tried also without a promised gain
         if any(self.times.timings):
             if not self.times.knows(incumbent):
                 return -1
             errors = self.times.errors(incumbent)
-            compare = self._nothing_compared()
+            must_compare = self._nothing_compared()
             if self._off not in (-1, incumbent):
                 error = errors[self._off]
                 ahead = math.log(now.rates[incumbent] / now.rates[self._off])
-                if compare or (error > PLAIN_ERROR and ahead < 3 * error):
+                if must_compare or (error > PLAIN_ERROR and ahead < 3 * error):
                     return self._off
         best, most = -1, 0.0
         for i, config in enumerate(self.candidates):
@@ -188,12 +200,12 @@ class Trials:
             error = math.hypot(errors[i], of_tokens)
             gain = math.log(now.rates[i] / now.rates[incumbent]) + OPTIMISM * error
             worth = math.exp(gain) / (1 + self._loss(i, now))
-            if (gain > LEAST_GAIN or compare) and worth > most:
+            if (gain > LEAST_GAIN or must_compare) and worth > most:
                 best, most = i, worth
         return best
 
     def _nothing_compared(self) -> bool:
-        """Return whether timings say nothing of the differences yet."""
+        """Return whether no two candidates were timed one after the other yet, so that their difference is unknown."""
         return not self.times.comparisons
 
     def _loss(self, tried: int, now: Situation) -> float:
@@ -206,6 +218,7 @@ class Trials:
         return self.candidates[candidate].num_steps
 
     def to_json(self) -> dict[str, Any]:
+        """Return what the rule of the next push goes on from, for `restore`. The present trial is not in it."""
         return {"allowance": self.allowance, "interval": self.interval, "wait": self.wait}
 
     def restore(self, state: Mapping[str, Any]) -> None:
