@@ -3,6 +3,9 @@
 a_d = P(depth d accepted | depth d reached). A round that drafted k steps and accepted i shows that depths 1..i were
 accepted and that depth i + 1 was refused. If i = k, it shows nothing about depth k + 1 (censored). A round of k steps
 emits E = 1 + sum over d <= k of a_1 * ... * a_d tokens on average (docs/design.md, Acceptance).
+
+`Acceptance` estimates the rates from the rounds that engines run: engines and the trainer hold one each. `Prediction`
+has the trainer's sums for the next rollout. The functions before them work on histograms.
 """
 
 from __future__ import annotations
@@ -16,16 +19,18 @@ import numpy as np
 from megatron_rlspec.speculation.ragged import BINS
 from megatron_rlspec.types import SHARPNESS, SpecConfig
 
-PRIOR_RATE = 0.7  # of depth 1
-PRIOR_RATIO = 0.95  # of the rate of a deeper one to that of the depth above it
-PRIOR_STRENGTH = 4.0  # drafts that a prior weighs
-# times PRIOR_STRENGTH: the weight of a ratio's prior, of which few drafts are seen at batch 1
+PRIOR_RATE = 0.7  # of depth 1, before anything was observed
+PRIOR_RATIO = 0.95  # of a_d to a_(d - 1)
+PRIOR_STRENGTH = 4.0  # drafts that the prior of a rate weighs
+# PRIOR_STRENGTH * RATIO_STRENGTH drafts is the weight of a ratio's prior. It is more, because few drafts of deep depths
+# are seen at batch 1.
 RATIO_STRENGTH = 4.0
+# attributes in `Acceptance.to_json`, which engines, the trainer and checkpoints exchange
 _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 
 
 def expected_tokens(config: SpecConfig, rates: Sequence[float]) -> float:
-    """Return the tokens that one request emits per round under a chain, given rates a_1.. (the last one repeats)."""
+    """Return the tokens that a request emits per round of `config`, by rates a_1, a_2, ...; the last one repeats."""
     total = 1.0
     reach = 1.0
     for d in range(config.num_steps):
@@ -37,8 +42,8 @@ def expected_tokens(config: SpecConfig, rates: Sequence[float]) -> float:
 def accept_length(histogram: Sequence[float] | np.ndarray) -> float:
     """Return tokens per round, with the target's own token: 1 + accepted drafts / rounds. NaN without rounds.
 
-    histogram  at index i, the rounds that accepted i drafts. `pooled` joins several first, so that the result is a
-               ratio of sums
+    histogram  at index i, the number of rounds that accepted i drafts. Join several by `pooled` first, so that the
+               result is a ratio of sums and not a mean of ratios
 
     For `Sample.accepted` the result is the number of tokens that a verify round delivers (`delivered`).
     """
@@ -53,8 +58,8 @@ def accept_length(histogram: Sequence[float] | np.ndarray) -> float:
 def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tuple[int, ...]:
     """Return `Sample.accepted`: at index i, the verify rounds that delivered 1 + i tokens; empty without rounds.
 
-    rounds  verify rounds, without the pass that draws the response's first token
-    spans   `Sample.accepted_spans`
+    rounds  verify rounds of the sample, without the pass that draws the response's first token
+    spans   `Sample.accepted_spans`: (first, last + 1) of the accepted drafts of each round that had any
     tokens  of the response
 
     The pass over the prompt draws the first token: a prefill in SGLang, which drafts nothing. The embedded engine's
@@ -64,7 +69,7 @@ def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tup
     """
     drafts = []
     for first, last in spans:
-        if first > 0:
+        if first > 0:  # a run from 0 on is of the embedded engine's first round
             drafts.append(last - first - (last == tokens))
     if len(drafts) > rounds:
         raise ValueError(f"{len(drafts)} spans of accepted drafts in {rounds} verify rounds")
@@ -73,12 +78,12 @@ def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tup
     histogram = np.zeros(max(drafts, default=0) + 1, np.int64)
     for count in drafts:
         histogram[count] += 1
-    histogram[0] += rounds - len(drafts)
+    histogram[0] += rounds - len(drafts)  # rounds without a span accepted no draft
     return tuple(histogram.tolist())
 
 
 def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of every run of ones."""
+    """Yield (first, last + 1) of every run of ones in `marks`; None counts as 0."""
     first = None
     for i, mark in enumerate(marks):
         if mark and first is None:
@@ -93,7 +98,7 @@ def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
 def pooled(histograms: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
     """Sum histograms of different lengths, element by element: `[longest]`, int64 if all are counts."""
     rows = [np.asarray(histogram) for histogram in histograms]
-    counted = [row.dtype for row in rows if len(row)]
+    counted = [row.dtype for row in rows if len(row)]  # an empty row is float64 in numpy, and would make all floats
     longest = max(map(len, rows), default=0)
     total = np.zeros(longest, np.result_type(np.int64, *counted))
     for row in rows:
@@ -110,14 +115,16 @@ def histogram_of(num_steps: int, accepted: Sequence[int] | np.ndarray) -> list[i
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted sums over the starts of rounds. Add those of micro-batches, and sum the arrays over ranks.
+    """The acceptance that the trainer predicts for the next rollout (`losses/predict.py`), as sums over rounds.
 
-    steps     [K] step counts of the rounds
-    reached   [F, K, D]: `reached[:, i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`, with each
-              sharpness of coupled drafts (`types.SHARPNESS`); F = 1 for other drafts
+    Predictions of several updates are added (`added`). Those of ranks are summed before (`of_sums`).
+
+    steps     [K] step counts (drafts of a round) that were predicted
+    reached   [F, K, D]: `reached[:, i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`. F: the
+              sharpnesses of coupled drafts (`types.SHARPNESS`), 1 for other drafts. D: the largest of `steps`
     accepted  [F, K, D]: how many of them were accepted
-    by_logq   [F, 2, BINS] drafts of all depths by the drafter's log-probability, and those of them that were accepted
-              (`losses/predict.by_logq`); None: not known
+    by_logq   [F, 2, BINS]: drafts of all depths that were reached, by the drafter's log-probability, and those of them
+              that were accepted; None: not known
     """
 
     steps: tuple[int, ...]
@@ -133,7 +140,7 @@ class Prediction:
         accepted: Sequence[float],
         by_logq: Sequence[float] | None = None,
     ) -> Prediction:
-        """Build one from the arrays flattened, as a reduction over ranks returns them."""
+        """Build one from the arrays in any shape, as a reduction over ranks or `sums` returns them."""
         shape = (-1, len(steps), max(steps))
         counts = None
         if by_logq is not None:
@@ -142,11 +149,12 @@ class Prediction:
         return cls(tuple(steps), *sums, counts)
 
     def sums(self) -> list[Any]:
-        """Return the arguments of `of_sums`, as JSON."""
+        """Return the arguments of `of_sums`, as JSON. `Learning.state` saves them in checkpoints."""
         by_logq = None if self.by_logq is None else self.by_logq.tolist()
         return [list(self.steps), self.reached.tolist(), self.accepted.tolist(), by_logq]
 
     def __add__(self, other: Prediction) -> Prediction:
+        """Add the sums of two predictions of the same steps and sharpnesses."""
         by_logq = None
         if self.by_logq is not None and other.by_logq is not None:
             by_logq = self.by_logq + other.by_logq
@@ -155,25 +163,28 @@ class Prediction:
 
     @property
     def chances(self) -> np.ndarray | None:
-        """Return drafts [2, BINS] by log q and those accepted, as `ragged.Selection.counts` has them."""
+        """Return `by_logq` [2, BINS] of the best sharpness, for `ragged.Selection.foresee`; None: not known."""
         return None if self.by_logq is None else self.by_logq[self._best]
 
     @property
     def sharpness(self) -> float | None:
-        """Return the sharpness of coupled drafts with the most tokens per round; None for other drafts."""
+        """Return the sharpness of coupled drafts with the most tokens per round; None for other drafts (F = 1)."""
         if len(self.accepted) != len(SHARPNESS):
             return None
         return SHARPNESS[self._best]
 
     def rates(self, num_steps: int | None = None) -> list[float]:
-        """Return a_1..a_num_steps (of the deepest step count, if omitted); 0 where nothing was reached."""
+        """Return a_1..a_num_steps in rounds of `num_steps`, one of `steps`; 0 where nothing was reached.
+
+        None: the deepest step count.
+        """
         if num_steps is None:
             num_steps = max(self.steps)
         return self._rates(self._best, num_steps)
 
     @property
     def _best(self) -> int:
-        """Return the index of the sharpness with the most tokens per round."""
+        """Return the index of the sharpness with the most tokens per round, at the deepest step count."""
         chain = SpecConfig(max(self.steps))
         tokens = []
         for factor in range(len(self.accepted)):
@@ -189,33 +200,36 @@ class Prediction:
         return [float(rate) for rate in rates[:num_steps]]
 
     def tokens_per_round(self, num_steps: int) -> float:
+        """Return the predicted tokens of a round; `num_steps` is 0 or one of `steps`."""
         if num_steps == 0:
             return 1.0
         return expected_tokens(SpecConfig(num_steps), self.rates(num_steps))
 
 
 def added(before: Prediction | None, newest: Prediction | None) -> Prediction | None:
-    """Return the prediction of several updates on one rollout; an update may have none."""
+    """Return the sum of two predictions, of updates on one rollout; None counts as nothing."""
     return before + newest if before and newest else before or newest
 
 
 class Acceptance:
     """Running estimate of a_1..a_depth. It depends on the observations only, so tensor-parallel ranks agree.
 
-    Observations fade by e in 200 rounds, and are capped at 2,000 drafts per depth. The estimate of a changing policy
-    therefore follows rounds at small batches, and drafts at large ones.
+    Observations fade by a factor of e in 200 rounds, and count as at most 2,000 drafts per depth. So the estimate
+    follows a changing policy by the newest 200 rounds at small batches, and by the newest 2,000 drafts at large ones.
 
-    The prior of a depth is the rate of the depth above it times a ratio. The ratio is remembered much longer: while
-    only k = 1 runs, the estimate of a_3 follows a_1.
+    The prior of a_d is a_(d - 1) times a ratio, which is learnt, too. A ratio does not fade, and counts as at most
+    20,000 drafts: while only k = 1 runs, the estimate of a_3 follows a_1.
 
     hits, draws              [depth] accepted and reached drafts, faded
-    ratio_hits, ratio_base   [depth] for the ratios: accepted drafts, and drafts expected from the depth above
+    ratio_hits, ratio_base   [depth] for the ratios: accepted drafts, and the number expected if a_d were a_(d - 1)
     rates                    [depth] posterior means of a_1..a_depth
     totals                   [depth + 1] expected tokens of a round of 0..depth steps
+
+    `rates` and `totals` follow from the others: whoever changes those must call `_refresh`.
     """
 
-    keep = float(np.exp(-1 / 200))  # of the observations before a round
-    most_draws = 2000.0
+    keep = float(np.exp(-1 / 200))  # weight of earlier observations, per round
+    most_draws = 2000.0  # per depth
 
     def __init__(self, depth: int = 8) -> None:
         self.depth = depth
@@ -229,9 +243,10 @@ class Acceptance:
     def observe_histogram(
         self, num_steps: int, histogram: Sequence[float], elapsed: int = 1
     ) -> None:
-        """Learn from rounds of `num_steps` in which `histogram[i]` requests accepted i drafts; the last is censored.
+        """Learn from rounds of `num_steps` in which `histogram[i]` requests accepted i drafts, i up to `num_steps`.
 
-        With 0 steps and an empty histogram, observations only fade, by `elapsed` rounds. Raises ValueError.
+        Earlier observations fade by `elapsed` rounds. With 0 steps and an empty histogram they only fade. Raises
+        ValueError for a histogram with more entries than `num_steps` + 1.
         """
         if len(histogram) > num_steps + 1:
             raise ValueError(
@@ -245,15 +260,15 @@ class Acceptance:
             if d >= num_steps or reached <= 0:
                 continue
             refused = histogram[d] if d < len(histogram) else 0.0
-            passed = max(reached - refused, 0.0)  # rounding may go below
-            above = self.rates[d - 1] if d else 1.0
+            passed = max(reached - refused, 0.0)  # a histogram of floats may give a little less than 0
+            shallower = self.rates[d - 1] if d else 1.0
             self.ratio_hits[d] += passed
-            self.ratio_base[d] += reached * above
+            self.ratio_base[d] += reached * shallower
             _cap(self.ratio_hits, self.ratio_base, d, 10 * self.most_draws)
             self.hits[d] += passed
             self.draws[d] += reached
             _cap(self.hits, self.draws, d, self.most_draws)
-            reached = passed
+            reached = passed  # at the next depth
         self._refresh()
 
     def _refresh(self) -> None:
@@ -273,14 +288,16 @@ class Acceptance:
             self.totals.append(self.totals[-1] + reach)
 
     def error(self, num_steps: int, other_steps: int, changed: float = 0.0) -> float:
-        """Return the standard deviation of the log of tokens a round of one step count against the other's.
+        """Return the standard deviation of log(tokens of a round of `num_steps` / those of `other_steps`).
 
         changed  standard deviation by which rates may have changed since they were observed
+
+        The errors of rates count as independent, and each changes the logarithm by its derivative (`slope`).
         """
         variance = 0.0
         for d in range(max(num_steps, other_steps)):
             rate = self.rates[d]
-            if rate <= 0:
+            if rate <= 0:  # nothing deeper is reached
                 break
             of_draws = rate * (1 - rate) / (self.draws[d] + PRIOR_STRENGTH)
             of_rate = of_draws + changed**2
@@ -293,7 +310,10 @@ class Acceptance:
         return float(variance**0.5)
 
     def predict(self, rates: Sequence[float], draws: float = 200.0) -> None:
-        """Replace all observations by predicted rates, which weigh `draws` drafts per depth. Raises ValueError."""
+        """Replace all observations by predicted rates, which weigh `draws` drafts per depth.
+
+        Deeper depths than those of `rates` keep their prior ratios. Raises ValueError for rates outside of [0, 1].
+        """
         if not rates or any(not 0 <= rate <= 1 for rate in rates):
             raise ValueError(f"predicted rates {list(rates)} must lie in [0, 1] and not be empty")
         shallower = 1.0
@@ -308,7 +328,7 @@ class Acceptance:
         self._refresh()
 
     def fresh(self, most: float) -> Acceptance:
-        """Copy the estimate for rounds under new weights: the rates of every depth weigh at most `most` drafts."""
+        """Copy the estimate for rounds under new weights: the observations of a depth weigh at most `most` drafts."""
         copy = Acceptance.from_json(self.to_json())
         copy.limit(most)
         return copy
@@ -320,7 +340,7 @@ class Acceptance:
         self._refresh()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state, for `from_json`."""
+        """Return the state, for `from_json`: in rules, and in checkpoints."""
         state: dict[str, Any] = {"depth": self.depth}
         for name in _STATE:
             state[name] = list(getattr(self, name))
@@ -328,7 +348,7 @@ class Acceptance:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Acceptance:
-        """Restore the state that `to_json` returned. Raises ValueError, KeyError."""
+        """Restore the state that `to_json` returned. Raises ValueError for bad numbers, KeyError for missing parts."""
         acceptance = cls(data["depth"])
         if acceptance.depth < 1:
             raise ValueError(f"acceptance state: depth={acceptance.depth} must be positive")

@@ -1,7 +1,10 @@
-"""CUDA graphs of an SGLang engine that switches between step counts: which batch sizes need which, and what they cost.
+"""CUDA graphs of an SGLang engine that switches between step counts: which step count needs them at which batch sizes.
 
-SGLang captures, for every step count, a graph of each of its passes at every batch size of its list. A step count that
-never pays off at a large batch needs none there.
+For every step count (number of drafts), SGLang captures a graph of each of its passes at every batch size of a list.
+That takes memory and time at the engine's start. A step count that never pays off at a large batch needs none there.
+
+`rollout/sglang/http/serve.py` and `integrations/slime/plan.py` pass the result of `slots` to SGLang. The rule does not
+choose a step count at a batch size without its graph (`SpecRule.limit`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ WIDEST_RIDGE = 300.0
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """List the batch sizes that SGLang captures for speculation (0.5.23, `arg_groups/cuda_graph_hook.py`).
+    """List the batch sizes that SGLang captures for speculation, ascending (0.5.23, `arg_groups/cuda_graph_hook.py`).
 
     A copy of SGLang's list, which `tests/rollout/test_graph_ranges.py` compares with an installed SGLang. With another
     list `slots` ends ranges at sizes without a graph, and `memory_estimate.py` counts the wrong graphs.
@@ -44,11 +47,14 @@ def graph_sizes(max_batch: int) -> list[int]:
 def needed(candidates: Sequence[SpecConfig], max_batch: int, layers: int) -> dict[SpecConfig, int]:
     """Return the largest batch at which each candidate could be the best, by the model's `layers` and no measurement.
 
-    The best has the most expected tokens per ms of a roofline in which contexts cost nothing. Acceptance rates that are
-    tried: a_d = a_1 * DECAY ** (d - 1), with a_1 from 0 to MOST_ACCEPTANCE.
+    The best has the most expected tokens per ms of a roofline in which contexts cost nothing. The acceptance rates
+    tried are a_d = a_1 * DECAY ** (d - 1), with a_1 from 0 to MOST_ACCEPTANCE.
 
-    Where a candidate can be chosen, all shallower ones can, and the shallowest one at every batch: the rule can always
-    draft less.
+    At each batch where a candidate can be the best, all shallower ones are counted as needed, too, and the shallowest
+    one at every batch: the rule can always draft less.
+
+    max_batch  the largest batch of the engine
+    layers     of the target; the drafter has one
     """
     ordered = sorted(candidates)
     batch = np.arange(1, max_batch + 1)
@@ -63,8 +69,9 @@ def needed(candidates: Sequence[SpecConfig], max_batch: int, layers: int) -> dic
         for i in range(len(ordered)):
             chosen = np.flatnonzero(best == i)
             if len(chosen):
-                most[i] = max(most[i], int(chosen[-1]) + 1)
+                most[i] = max(most[i], int(chosen[-1]) + 1)  # index 0 is batch 1
 
+    # from the deepest on: a shallower candidate needs at least the batches of the deeper ones
     deeper = 1
     for i in reversed(range(len(ordered))):
         deeper = most[i] = max(most[i], deeper)
@@ -73,16 +80,18 @@ def needed(candidates: Sequence[SpecConfig], max_batch: int, layers: int) -> dic
 
 
 def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
-    """Make SGLang's `--speculative-adaptive-config`: the step counts from each batch size on.
+    """Make SGLang's `--speculative-adaptive-config`: from each batch size on, the step counts that get graphs.
 
-    `most`: the largest batch of each configuration (`needed`). SGLang pads a batch to the next of `graph_sizes`, so a
-    range ends there.
+    most  the largest batch of each configuration, as `needed` returns it
+
+    Returns {batch size: {"candidate_steps": [...]}}, in SGLang's names; a key counts up to the next one. SGLang pads a
+    batch to the next of `graph_sizes`, so a range ends at one of these.
     """
     sizes = graph_sizes(max_batch)
     ends = {}
     for config, batch in most.items():
-        place = min(bisect_left(sizes, batch), len(sizes) - 1)
-        ends[config.num_steps] = sizes[place]
+        padded = min(bisect_left(sizes, batch), len(sizes) - 1)
+        ends[config.num_steps] = sizes[padded]
     starts = {1}
     for end in ends.values():
         if end < sizes[-1]:
@@ -95,5 +104,5 @@ def slots(most: Mapping[SpecConfig, int], max_batch: int) -> dict[str, Any]:
 
 
 def chains(steps: Sequence[int]) -> tuple[SpecConfig, ...]:
-    """Make candidates of these step counts. 0 is `OFF`."""
+    """Return the configurations of these step counts, ascending. 0 becomes `OFF`, not SGLang's step 0."""
     return tuple(SpecConfig.of(k) for k in sorted(set(steps)))

@@ -1,4 +1,7 @@
-"""Learn from rollouts how to speculate. A run holds one `Learning`, in our own loop and inside slime.
+"""What a run learns of its engines' decode rounds, from rollout to rollout, and the rule that it sends to them.
+
+A run holds one `Learning`: in our own loop, in `CoTrainer` and inside slime. `DraftRule` in
+`cotrainer/speculation.py` calls it for all three:
 
     learning = Learning(candidate_steps, Roofline.of_model(config))
     learning.expect(prediction)          before a rollout: the trainer's prediction of its acceptance, or None
@@ -6,7 +9,8 @@
     learning.observe(rounds, reports)    after the rollout: the rounds and the `spec_rule_report`s of all engines
     learning.state(), .restore(state)    for checkpoints
 
-`expect` and `observe` return metrics: `spec/...` and `predict/...`.
+The order counts: `observe` compares the rollout with what `expect` took, and forgets that. `expect` and `observe`
+return metrics, `spec/...` and `predict/...`, whose names `records/metric_names.toml` explains.
 
 The expected acceptance of the next rollout is the one that engines observed lately. In recorded runs nothing predicted
 it better (docs/results.md). The trainer's prediction counts where nothing was observed: before the first drafts,
@@ -29,16 +33,18 @@ from megatron_rlspec.types import OFF, RoundStats, SpecConfig
 
 # drafts of a depth that must be observed before its rate is used as an expectation
 LEAST_DRAWS = 100
-# drafts of a depth that count at most when a rollout begins: its texts and weights are new
+# drafts of a depth that earlier observations weigh at most when a rollout begins: its texts and weights are new
 START_DRAWS = 50.0
-# error of plain decoding's time against that of drafts, up to which a factor is stated
+# Standard deviation of log(time of plain decoding / time of a drafting round) up to which `saved` uses the ratio.
 KNOWN = 0.15
-TIMED = 0.9  # part of the time of drafting rounds for which it must be known
+TIMED = 0.9  # share of the drafting rounds' time for which that ratio must be known, or `saved` returns None
 
 
 class Saved(NamedTuple):
-    """Durations of rounds in ms: as they were, and as estimated for the same tokens by plain decoding.
+    """Durations of a rollout's rounds in ms, summed over engines.
 
+    ms           as they were
+    plain_ms     as estimated for the same tokens by plain decoding
     drafting_ms  the part of `ms` that rounds with drafts took
     """
 
@@ -48,17 +54,17 @@ class Saved(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return how many times as fast as plain decoding the rounds with drafts were; 1 without such rounds."""
+        """Return plain decoding's time for the tokens of the drafting rounds over theirs; 1 without such rounds."""
         return 1 + (self.plain_ms - self.ms) / self.drafting_ms if self.drafting_ms else 1.0
 
 
 class Learning:
     """Follows acceptance over rollouts, and makes the data of the engines' rule.
 
-    candidate_steps  of the engines' rule
+    candidate_steps  numbers of drafts that the engines' rule chooses from
     cost             of rounds, by the model's sizes; engines correct it by their own rounds
-    adaptive         whether engines use `rule()`
-    ragged           whether they verify of each request the drafts worth it
+    adaptive         whether engines choose by `rule()`; if not, no forecast is sent
+    ragged           whether a round verifies only the drafts of each request that pay (`ragged.py`)
     """
 
     def __init__(
@@ -79,18 +85,18 @@ class Learning:
         self.learnt: dict[str, Any] | None = None
 
     def start_without(self) -> None:
-        """Start with an acceptance of 0, as of a drafter with random weights, until drafts or a prediction say more."""
+        """Start with an acceptance of 0, for a drafter with random weights, until drafts or a prediction say more."""
         self.acceptance.predict([0.0] * self.acceptance.depth, START_DRAWS)
 
     def saved(self, rounds: Sequence[RoundStats], delivered: float = math.nan) -> Saved | None:
         """Return what the rounds took, and what plain rounds would have taken.
 
-        None where nothing drafted, or too little is known of plain decoding at those batch sizes. A round in which a
-        request got L tokens on average stands for L plain rounds of that batch. It takes no less time than one of them,
-        so no gain exceeds L.
+        None if nothing drafted, or if too little is known of plain decoding's time at those batch sizes. A round in
+        which a request got L tokens on average stands for L plain rounds of that batch. It counts as no shorter than
+        one of them, so no gain exceeds L.
 
         delivered  tokens that a round delivered to a sample, on average over all rounds. `RoundStats.accepted` also
-                   counts drafts past the end of a sample. NaN: they are all counted
+                   counts drafts past the end of a sample, which this number takes off. NaN: they are counted
         """
         times = self._times()
         if times is None:
@@ -113,7 +119,7 @@ class Learning:
         return Saved(ms, plain_ms, drafting_ms)
 
     def _times(self) -> RoundTimes | None:
-        """Return what is known of the durations of rounds; None if nothing was measured."""
+        """Return the estimates of `learnt`; None if nothing was measured, or for another cost than this one."""
         if self.learnt is None:
             return None
         state = self.learnt["times"]
@@ -122,7 +128,7 @@ class Learning:
         return times if times.restore(state) else None
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
-        """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics."""
+        """Take the trainer's prediction of the next rollout's acceptance, or None. Returns `predict/...` metrics."""
         self.prediction = prediction
         if prediction is None:
             return {}
@@ -141,22 +147,29 @@ class Learning:
     ) -> dict[str, float]:
         """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics.
 
-        delivered  tokens that a round delivered to a sample, on average; NaN: not known
+        reports    `SpecRule.report` of each engine; {} of one without a rule
+        delivered  as for `saved`
         """
+        # First: the errors are of what was expected before this rollout's rounds are learnt.
         metrics = self._errors(rounds)
         self.prediction = None
+        # Estimates of several engines cannot be joined, so those with the most timings are kept.
         learnt = [report["learnt"] for report in reports if report.get("learnt")]
         if learnt:
             self.learnt = max(learnt, key=lambda state: sum(state["times"]["timings"]))
         for stats in rounds:
             steps = stats.config.num_steps
-            # without drafts, earlier observations fade
+            # A round without drafts shows nothing of acceptance; earlier observations fade.
             seen = stats.histogram if steps else []
             self.acceptance.observe_histogram(steps, seen, stats.rounds)
         return metrics | self._metrics(rounds, reports, delivered)
 
     def rule(self) -> dict[str, Any]:
-        """Return the data of `SpecRule.from_json` without candidates; every engine adds its own."""
+        """Return the data of `SpecRule.from_json` without candidates; every engine adds its own.
+
+        The field "sharpness" is for the engine's coupled drafts: it takes it out before (`rollout/embedded/choice.py`,
+        `rollout/sglang/scheduler/decisions.py`).
+        """
         rule: dict[str, Any] = {
             "roofline": self.cost.to_json(),
             "acceptance": self.acceptance.fresh(START_DRAWS).to_json(),
@@ -174,9 +187,9 @@ class Learning:
         return rule
 
     def accept_lengths(self) -> dict[SpecConfig, float]:
-        """Return tokens per round of the chains with enough recent drafts at every depth."""
-        known = [draws >= LEAST_DRAWS for draws in self.acceptance.draws]
-        deepest = known.index(False) if False in known else len(known)
+        """Return tokens per round, as observed lately, of each number of drafts with LEAST_DRAWS at every depth."""
+        observed = [draws >= LEAST_DRAWS for draws in self.acceptance.draws]
+        deepest = observed.index(False) if False in observed else len(observed)
         return {SpecConfig(k): self.acceptance.totals[k] for k in range(1, deepest + 1)}
 
     def accept_length(self, chain: SpecConfig) -> float | None:
@@ -196,16 +209,17 @@ class Learning:
         }
 
     def restore(self, state: Mapping[str, Any]) -> str:
-        """Restore what `state` returned; missing parts stay as they are. Returns a line if acceptance was not restored.
+        """Restore what `state` returned. Returns a line for the user if acceptance was not restored, else "".
 
-        Acceptance of a run that drafted fewer steps has too few depths, and engines would refuse it.
+        Acceptance of a run that drafted fewer steps has too few depths, and engines would refuse it
+        (`SpecRule.__init__`). Acceptance and prediction stay as they are if `state` has none.
         """
-        known = state["acceptance"]["depth"] if state.get("acceptance") else 0
+        saved_depth = state["acceptance"]["depth"] if state.get("acceptance") else 0
         needed = self.acceptance.depth
         lost = ""
-        if 0 < known < needed:
-            lost = f"the checkpoint holds acceptance of {known} drafts, expected {needed}: it is learned again"
-        elif known:
+        if 0 < saved_depth < needed:
+            lost = f"the checkpoint holds acceptance of {saved_depth} drafts, expected {needed}: it is learned again"
+        elif saved_depth:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.sharpness = state.get("sharpness")
         self.learnt = state.get("learnt")
@@ -222,13 +236,13 @@ class Learning:
         return expected
 
     def _errors(self, rounds: Sequence[RoundStats]) -> dict[str, float]:
-        """Compare what was expected of this rollout with its rounds. Returns `predict/…` metrics.
+        """Compare what was expected of this rollout with its rounds. Returns `predict/…` metrics, or {}.
 
-        Only rounds of predicted step counts count.
+        Only rounds of predicted step counts are compared. Expected tokens are weighted by how often each was run.
         """
         if self.prediction is None:
             return {}
-        requests: Counter[int] = Counter()
+        requests: Counter[int] = Counter()  # by step count; one for every round of a request
         observed = []
         for stats in rounds:
             if stats.config.num_steps in self.prediction.steps and any(stats.accepted):
@@ -263,14 +277,14 @@ class Learning:
         for d, rate in enumerate(self.acceptance.rates, 1):
             values[f"spec/accept_{d}"] = rate
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
-        if any(drafting):  # `rollout/accept_length` counts rounds that drafted nothing, too, as 1
+        if any(drafting):  # of drafting rounds only; `rollout/accept_length` counts the others, too, as 1
             values["spec/verified_tokens"] = accept_length(drafting)
             values["spec/accepted_drafts"] = values["spec/verified_tokens"] - 1
         verified = sum(stats.verified for stats in rounds)
         if verified:
             values["spec/verified_drafts"] = verified / float(drafting.sum())
-        if (found := self.saved(rounds, delivered)) is not None:
-            values["spec/saved_seconds"] = (found.plain_ms - found.ms) / 1e3
+        if (saved := self.saved(rounds, delivered)) is not None:
+            values["spec/saved_seconds"] = (saved.plain_ms - saved.ms) / 1e3
         decided = [report for report in reports if report.get("rounds")]
         if decided:
             values["spec/switches"] = float(sum(report["switches"] for report in decided))
@@ -279,12 +293,12 @@ class Learning:
 
 
 def _mean(tokens: Mapping[int, float], requests: Mapping[int, int]) -> float:
-    """Return tokens per round over `requests` of several step counts."""
+    """Return the mean of `tokens` by step count, weighted by `requests` by step count; not for no requests."""
     return sum(tokens[k] * n for k, n in requests.items()) / sum(requests.values())
 
 
 def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
-    """Return the time of a plain round over that of a drafting one, at most 1; None if it is not known well."""
+    """Return the time of a plain round over that of `stats`' drafting rounds, at most 1; None if not known well."""
     if OFF not in times.candidates or stats.config not in times.candidates:
         return None
     off = times.candidates.index(OFF)
@@ -294,7 +308,7 @@ def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
     if times.errors(drafting)[off] > KNOWN:
         return None
     took = ms[drafting]
-    if stats.if_all:
+    if stats.if_all:  # ragged rounds: they verified fewer drafts than `times.ms` counts
         drafts = np.array([stats.verified / sum(stats.accepted)])
         uneven = times.uneven(drafting, stats.batch, context, drafts)
         took = max(float(uneven[0]), ms[off])
@@ -302,7 +316,12 @@ def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
 
 
 def delivered_share(rounds: Sequence[RoundStats], delivered: float) -> float:
-    """Return which share of the drafting rounds' tokens samples kept, if a round delivered so many; at most 1."""
+    """Return which share of the drafting rounds' tokens was delivered to samples, at most 1.
+
+    The others were drafts past the end of a sample. Rounds without drafts deliver all of their tokens.
+
+    delivered  tokens that a round delivered to a sample, on average over all rounds; NaN: not known, so 1
+    """
     drafted = sum(_tokens(stats) for stats in rounds if stats.config.num_steps)
     if not drafted or math.isnan(delivered):
         return 1.0
@@ -312,4 +331,5 @@ def delivered_share(rounds: Sequence[RoundStats], delivered: float) -> float:
 
 
 def _tokens(stats: RoundStats) -> int:
+    """Return the tokens of all requests in these rounds: accepted drafts and the target's own, past the end, too."""
     return sum((1 + drafts) * count for drafts, count in enumerate(stats.accepted))

@@ -1,4 +1,8 @@
-"""The cost of decode rounds: a roofline of a model's sizes."""
+"""The cost of decode rounds by a model's sizes: a roofline. Nothing here is measured; `round_times.py` corrects it.
+
+The unit of "ms" is free: only ratios of costs count, and `RoundTimes` learns the factor to real ms. `of_layers` and
+`of_model` take one plain pass at batch 1 as the unit.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,19 @@ import numpy as np
 
 from megatron_rlspec.types import SpecConfig
 
-# of a pass that computes as long as it reads the weights; rounds correct what follows from it
+# Tokens that a pass computes in the time of reading the weights; a guess between the GPUs that `of_layers` names.
 RIDGE_TOKENS = 128.0
+# Bounds of what a user or a file states: tokens are divided by a round's ms, and the fourth powers must not overflow.
 LEAST_MS = 1e-12
 MOST_MS = 1e15
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The longer of two times, with a smooth transition: reading weights and context, and computing tokens.
+    """The cost of a pass is the longer of two times, with a smooth transition: reading memory, and computing tokens.
+
+    `to_json` travels in rules (`SpecRule.from_json`). Another value, name or order of a field discards the times that
+    engines have learnt, because `RoundTimes` compares a checksum of it.
 
     weights_ms     to read the target's weights once
     token_ms       to compute one token of the target
@@ -45,7 +53,7 @@ class Roofline:
 
     @property
     def catch_up_ms(self) -> float:
-        """Return the ms of one token in the drafter's layer. Only the last token needs logits."""
+        """Return the ms in which the drafter reads one missed token: its layer, without the output head."""
         return self.drafter_layer * self.drafter * self.token_ms
 
     def __post_init__(self) -> None:
@@ -56,7 +64,6 @@ class Roofline:
             raise ValueError(
                 "used=0: expected the share of the experts that a token uses, 1 without experts"
             )
-        # tokens are divided by it
         if self.weights_ms + self.token_ms + self.host_ms < LEAST_MS:
             raise ValueError(
                 "weights_ms, token_ms and host_ms are 0: expected a round that takes time"
@@ -69,7 +76,7 @@ class Roofline:
         `ridge_tokens` is the number of tokens that a pass computes in the time of reading the weights: about 37 on an
         H20, 150 on an A100, 300 on an H100, by the vendors' data sheets. None of this is measured.
         """
-        return cls(1.0, 1.0 / ridge_tokens, 0.0, 1.0 / layers)
+        return cls(1.0, 1.0 / ridge_tokens, 0.0, 1.0 / layers)  # the first four fields
 
     @classmethod
     def of_model(
@@ -80,19 +87,22 @@ class Roofline:
     ) -> Roofline:
         """Make the cost model of a model's sizes. Its unit is one plain pass at batch 1.
 
-        `config` is the model's config.json. A pass costs what its parameters cost, layers and output head; looking up
-        an embedding is free. It also reads the keys and values of every context token, in the type of the weights, once
-        for all tokens that it verifies. Of experts those are computed that a token uses, and those are read that a
-        pass's tokens use, if each chooses for itself. The drafter is one layer, or those of the EAGLE-3 drafter in
-        `config`, the projection before it, and a head over `draft_vocabulary` words; 0: all, or that drafter's.
-        `ridge_tokens` as in `of_layers`.
+        config            the model's config.json; an EAGLE-3 drafter's config.json in it as "eagle3"
+        ridge_tokens      as in `of_layers`
+        draft_vocabulary  token ids that drafts are chosen from; 0: those of the EAGLE-3 drafter, else all
+
+        A pass costs what its parameters cost, layers and output head; looking up an embedding is free. It also reads
+        the keys and values of every context token, in the type of the weights, once for all tokens that it verifies. It
+        computes the experts that each token uses, and reads the experts that any of its tokens uses, as if tokens chose
+        at random. The drafter is one layer, or the layers of the EAGLE-3 drafter, a projection before it, and a head
+        over the draft vocabulary.
         """
         hidden = config["hidden_size"]
         layer = _attention(config) + _mlp(config)
         head = hidden * config["vocab_size"]
-        own = config.get("eagle3", {})
-        draft_layer = own.get("num_hidden_layers", 1) * layer + 2 * hidden * hidden
-        words = draft_vocabulary or own.get("draft_vocab_size") or config["vocab_size"]
+        eagle3 = config.get("eagle3", {})
+        draft_layer = eagle3.get("num_hidden_layers", 1) * layer + 2 * hidden * hidden
+        words = draft_vocabulary or eagle3.get("draft_vocab_size") or config["vocab_size"]
         draft_head = hidden * words
         target = config["num_hidden_layers"] * layer + head
         drafter = draft_layer + draft_head
@@ -108,13 +118,17 @@ class Roofline:
         )
 
     def target_ms(self, tokens: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Compute ms of a target pass over `tokens` new tokens with `context` tokens in the cache."""
-        # experts, in multiples of those of one token
+        """Compute ms of a target pass over `tokens` new tokens of all requests, with `context` tokens in their caches.
+
+        Both have one shape, or shapes that numpy broadcasts; the result has that shape.
+        """
+        # Parameters of the experts that some token uses, in multiples of those that one token uses. No token uses an
+        # expert with probability (1 - used)^tokens.
         routed = (1 - (1 - self.used) ** tokens) / self.used
         weights = self.weights_ms * (1 - self.experts + self.experts * routed)
         reading = weights + self.context_ms * context
         computing = self.token_ms * tokens
-        return (reading**4 + computing**4) ** 0.25
+        return (reading**4 + computing**4) ** 0.25  # a smooth maximum
 
     def grid(
         self,
@@ -123,16 +137,23 @@ class Roofline:
         context: np.ndarray,
         drafts: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Compute ms of a round, `[configs, *broadcast(batch, context)]` (docs/design.md, Round cost).
+        """Compute ms of a round of each configuration, `[configs, *broadcast(batch, context)]`.
 
-        drafts  `[configs]`, or `[n]` for one configuration: that a request verifies on average; None: all
+        The terms are those of docs/design.md, Round cost.
+
+        batch    requests of the round
+        context  tokens in the caches of all of them together
+        drafts   `[configs]`: drafts that a request verifies on average; None: all. With one configuration also `[n]`:
+                 the result is then `[n, *broadcast(batch, context)]`
         """
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-        batch, context = batch[..., None], context[..., None]
+        batch, context = batch[..., None], context[..., None]  # configurations are the last axis until the end
         steps = np.array([config.num_steps for config in configs])
         drafter = np.array([float(config.drafter) for config in configs])
         verified = batch * (1 + (steps if drafts is None else drafts))
         verify = self.target_ms(verified, context)
+        # One drafter pass over the verified tokens. Then, for every further draft, one over a token of each request. OFF
+        # has neither; SGLang's step 0 has the first.
         extend = drafter * (self.drafter * verify + self.pass_ms)
         step = self.drafter * self.target_ms(batch, context) + self.pass_ms
         drafting = extend + np.maximum(steps - 1, 0) * step
@@ -140,10 +161,12 @@ class Roofline:
         return np.moveaxis(ms, -1, 0)
 
     def to_json(self) -> dict[str, Any]:
+        """Return all fields, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Roofline:
+        """Return the cost of `to_json`. Raises ValueError for bad numbers, TypeError for unknown or missing fields."""
         return cls(**data)
 
 
@@ -160,14 +183,14 @@ def _attention(config: Mapping[str, int]) -> int:
         into_queries = rank * (hidden + query) if rank else hidden * query
         into_latent = hidden * (latent + rope)
         into_keys = latent * heads * (plain + value)
-        return into_queries + into_latent + into_keys + heads * value * hidden
+        return into_queries + into_latent + into_keys + heads * value * hidden  # the last: the output projection
     head = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
-    return 2 * hidden * head * (heads + kv_heads)
+    return 2 * hidden * head * (heads + kv_heads)  # queries and output, keys and values
 
 
 def _full_attention_layers(config: Mapping[str, Any]) -> int:
-    """Count the layers whose keys and values grow with the context."""
+    """Count the layers whose keys and values grow with the context; sliding windows and linear attention do not."""
     kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     return sum(kind == "full_attention" for kind in kinds)
 

@@ -1,4 +1,8 @@
-"""The decode rounds that an engine has run: what its `stats` and `recent_rounds` return. Standard library only."""
+"""The decode rounds that an engine has run: what its `stats` and `recent_rounds` return. Standard library only.
+
+Both engines write it: `rollout/embedded/engine.py` and `rollout/sglang/scheduler/rounds.py`. The trainer's `Learning`
+reads the sums; benchmarks read the single rounds.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,26 @@ from typing import Any
 
 from megatron_rlspec.types import RoundStats, SpecConfig
 
-RECENT = 8192  # rounds that are kept singly, for medians
-# configuration, batch, context tokens, ms if the round was timed
+RECENT = 8192  # newest rounds that are kept one by one; older ones are dropped
+# Configuration, requests, context tokens of all of them, ms if the round was timed. The SGLang client makes the same of
+# JSON (`recent_rounds` in `rollout/sglang/client/engine.py`).
 Round = tuple[SpecConfig, int, int, float | None]
 
 
 @dataclass
 class _Sum:
+    """What `RoundStats` needs, added up over rounds of one configuration and batch. `rounds`, `ms`: of timed ones."""
+
     rounds: int = 0
     ms: float = 0.0
-    context: int = 0
+    context: int = 0  # tokens, of timed rounds
     accepted: list[int] = field(default_factory=list)
     verified: int = 0
     if_all: list[float] = field(default_factory=list)
 
 
 class RoundLog:
-    """Sums of rounds, and the newest `RECENT` rounds in order."""
+    """Sums of rounds, and the newest `RECENT` rounds in order. It has no lock: the engine's calls must not overlap."""
 
     def __init__(self) -> None:
         self._recent: deque[Round] = deque(maxlen=RECENT)
@@ -42,9 +49,11 @@ class RoundLog:
         verified: int = 0,
         if_all: Sequence[float] = (),
     ) -> None:
-        """Add a round. Without `ms` it counts for acceptance, not for time.
+        """Add a round. Without `ms` it counts for acceptance only: not in `RoundStats.rounds`, `ms` and context.
 
-        accepted          requests that accepted 0, 1, ... drafts
+        batch             requests of the round
+        context           tokens of all of them
+        accepted          at index i, the number of requests that accepted i drafts
         verified, if_all  as in `RoundStats`
         """
         self._recent.append((config, batch, context, ms))
@@ -58,7 +67,10 @@ class RoundLog:
             total.context += context
 
     def take(self) -> list[RoundStats]:
-        """Return and forget the sums, by configuration and batch."""
+        """Return the sums since the last call, one for each configuration and batch, and forget them.
+
+        Context tokens are the mean of the timed rounds.
+        """
         sums, self._sums = self._sums, {}
         stats = []
         for (config, batch), total in sums.items():
@@ -77,12 +89,12 @@ class RoundLog:
         return stats
 
     def take_recent(self) -> list[Round]:
-        """Return and forget the newest rounds."""
-        found = list(self._recent)
+        """Return the newest rounds since the last call, oldest first, and forget them."""
+        recent = list(self._recent)
         self._recent.clear()
-        return found
+        return recent
 
 
 def _sums(first: Sequence[float], second: Sequence[float]) -> list[Any]:
-    """Add two histograms of different lengths."""
+    """Add two histograms of different lengths, element by element."""
     return [x + y for x, y in zip_longest(first, second, fillvalue=0)]

@@ -4,12 +4,12 @@ A roofline knows nothing of the machine. So a round of configuration c takes
 
     log ms = log cost(c, batch, context) + speed + error[c] + noise.
 
-`speed` is the same for all configurations and moves with time. `error[c]` is what the cost has wrong of one of them.
-Near each batch size (powers of two) both are estimated by recursive least squares, a Kalman filter: an estimate moves
-towards a timing by as much as it is uncertain. Only differences between errors matter to a choice. They become known
-when two configurations run within the same minutes.
+`cost` is the roofline's. `speed` is the same for all configurations and moves with time. `error[c]` is by how much the
+cost is wrong about one of them. Both are estimated separately near each power of two of the batch size (an "octave"),
+by a Kalman filter: the more uncertain an estimate is, the further a timing moves it. Only differences between errors
+matter to a choice. They become known when two configurations run shortly after each other.
 
-Nothing here reads a clock: ranks that are told the same durations have the same estimates.
+Nothing here reads a clock: ranks that are told the same durations in the same order have the same estimates.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import numpy as np
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
-# Standard deviations of logarithms, so about shares.
-DOUBT = 0.4  # of what the sizes say of one configuration against another
+# Standard deviations of logarithms, so about relative ones.
+DOUBT = 0.4  # of `error` of the deepest configuration before anything was timed, without the share ALONE
 NOISE = 0.05  # of one timing, until timings say otherwise
-DRIFT = 0.01  # of the machine's speed from one timing to the next, and
-AWAY = 0.1  # while the engine ran other batch sizes
-NEXT_OCTAVE = 0.3  # of its speed at a batch size that never ran, by what is known of the next one
-NEVER_SEEN = 3.0  # of its speed before anything was timed
+DRIFT = 0.01  # of `speed`, from one timing to the next
+AWAY = 0.1  # of `speed`, while the engine ran other batch sizes
+NEXT_OCTAVE = 0.3  # of `speed` at a batch size that never ran, by what is known of the neighbouring octave
+NEVER_SEEN = 3.0  # of `speed` before anything was timed
 
-# Parts of the variance of `error` before anything was timed.
-ALONE = 0.15  # that each configuration has for itself; the rest grows with log(1 + steps)
-PER_OCTAVE = 0.2  # that comes back between neighbouring batch sizes
-PER_TIMING = 2e-4  # that comes back with every timing: contexts grow, and machines change
+# Shares of the variance of `error` before anything was timed.
+ALONE = 0.15  # independent for each configuration; the rest is common to all and grows with log(1 + steps)
+PER_OCTAVE = 0.2  # added where an octave begins with the estimates of its neighbour
+PER_TIMING = 2e-4  # added with every timing: contexts grow, and machines change
 
-SURPRISE = 3.0  # standard deviations from which on the cost was wrong by more than was thought
+SURPRISE = 3.0  # a timing further off than this number of standard deviations raises the uncertainty
 MOST_VARIANCE = 0.5  # of an error
 FORGET_NOISE = 0.05  # weight of the newest pair of rounds in the estimate of noise
 
@@ -46,9 +46,14 @@ FORGET_NOISE = 0.05  # weight of the newest pair of rounds in the estimate of no
 class RoundTimes:
     """Estimates the ms of a round of each candidate, with errors.
 
-    octaves      batch size as a power of two -> (mean [1 + n], covariance [1 + n, 1 + n]) of (speed, errors)
-    timings      of each candidate
-    comparisons  timings that came after one of another candidate near the same batch size
+    candidates   index 1 + i of `mean` and `covariance` is candidate i; index 0 is `speed`
+    octaves      by the exponent of the power of two: (mean [1 + n], covariance [1 + n, 1 + n]) of (speed, errors). The
+                 arrays are changed in place
+    noise        standard deviation of the log of one timing
+    timings      number of timings of each candidate
+    comparisons  number of timings that came after one of another candidate near the same batch size
+
+    Call `enter` (or `ms`, which does) before `errors` and `knows`: these are of the present octave.
     """
 
     def __init__(self, cost: Roofline, candidates: Sequence[SpecConfig]) -> None:
@@ -59,17 +64,19 @@ class RoundTimes:
         size = 1 + len(self.candidates)
         self._prior = np.zeros((size, size))
         self._prior[1:, 1:] = DOUBT**2 * (np.outer(steps, steps) + ALONE * np.eye(size - 1))
+        # Learnt times are corrections of this cost, so `restore` refuses those of another one.
         self._cost_id = zlib.crc32(json.dumps(cost.to_json()).encode())
         self.octaves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.noise = NOISE
         self.timings = [0] * len(self.candidates)
         self.comparisons = 0
-        self._octave = -1
+        self._octave = -1  # the present one, of `enter`
         self._last: SpecConfig | None = None  # configuration of the last round
-        self._first_of_pair: float | None = None
+        self._first_of_pair: float | None = None  # log(ms / cost) of the first of two rounds in a row
         self._learnt_last = (-1, -1)  # octave and index of the last timing that counted
+        # (batch, quarter octave of context) -> cost of each candidate, for `_verified`
         self._rows: dict[tuple[int, int], list[float]] = {}
-        self._verified: np.ndarray | None = None
+        self._verified: np.ndarray | None = None  # drafts of each candidate (`verify`); None: all
         # (candidate, batch, quarter octave of context) -> costs by verified drafts
         self._curves: dict[tuple[int, int, int], list[float]] = {}
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
@@ -78,7 +85,7 @@ class RoundTimes:
         self._errors: dict[int, list[float]] = {}
 
     def verify(self, drafts: Sequence[float]) -> None:
-        """Compute costs for rounds that do not verify all drafts, until the next call.
+        """From now on let `ms` and `timed` count with rounds that do not verify all drafts, for ragged rules.
 
         drafts  drafts that a round of each candidate verifies of a request on average, in the order of the candidates
         """
@@ -89,28 +96,39 @@ class RoundTimes:
     def uneven(
         self, candidate: int, batch: int, context_tokens: int, drafts: np.ndarray
     ) -> np.ndarray:
-        """Return ms of rounds of a candidate that verify `drafts [n]` of a request on average, as `ms` does."""
+        """Return ms [n] of rounds of a candidate that verify `drafts [n]` of a request on average.
+
+        In the unit of `ms`, but not at least those of plain decoding.
+        """
         self.enter(batch)
         mean, _ = self.octaves[self._octave]
         place = np.array(batch), np.array(context_tokens)
+        # `speed` (mean[0]) is left out, as in `ms`: it is common to all candidates
         cost = self.cost.grid([self.candidates[candidate]], *place, drafts)
         return math.exp(mean[1 + candidate]) * cost
 
     def _uneven_cost(self, candidate: int, batch: int, context_tokens: int, drafts: float) -> float:
-        """Return the cost of one round, from costs of eighths of a draft that stay until the next plan."""
+        """Return the cost of one round that verifies `drafts` of a request on average.
+
+        It is interpolated between multiples of 1/8 draft. Their costs are kept until the next `verify`, because
+        computing them in every round takes too long.
+        """
         config = self.candidates[candidate]
         quarter = _quarter(batch, context_tokens)
         key = candidate, batch, quarter
         if key not in self._curves:
             counts = np.arange(8 * config.num_steps + 2) / 8
-            at = np.array(batch), np.array(_context_of(batch, quarter))
-            self._curves[key] = self.cost.grid([config], *at, counts).tolist()
+            sizes = np.array(batch), np.array(_context_of(batch, quarter))
+            self._curves[key] = self.cost.grid([config], *sizes, counts).tolist()
         place = min(int(8 * drafts), 8 * config.num_steps)
         low, high = self._curves[key][place : place + 2]
         return low + (8 * drafts - place) * (high - low)
 
     def enter(self, batch: int) -> None:
-        """Take the estimates near this batch size. A batch size that never ran starts with those of the nearest one."""
+        """Make the octave of this batch size the present one.
+
+        If it never ran, it starts with the estimates of the nearest octave that did, and more uncertainty.
+        """
         octave = octave_of(batch)
         if octave == self._octave:
             return
@@ -118,7 +136,7 @@ class RoundTimes:
         self._forget()
         if octave in self.octaves:
             mean, covariance = self.octaves[octave]
-            covariance[0, 0] += AWAY**2
+            covariance[0, 0] += AWAY**2  # in place: the speed may have changed since
             return
         mean = np.zeros(len(self._prior))
         covariance = self._prior.copy()
@@ -132,7 +150,10 @@ class RoundTimes:
         self.octaves[octave] = mean, covariance
 
     def ms(self, batch: int, context_tokens: int) -> list[float]:
-        """Return the ms of a round of each candidate, up to a common factor, and at least those of plain decoding."""
+        """Return the ms of a round of each candidate, up to a common factor (exp of `speed`).
+
+        A candidate takes at least the ms of plain decoding, whatever the estimates say.
+        """
         self.enter(batch)
         if not self._factors:
             mean, _ = self.octaves[self._octave]
@@ -145,17 +166,21 @@ class RoundTimes:
         return ms
 
     def errors(self, now: int) -> list[float]:
-        """Return the standard deviation of log ms of each candidate against that of candidate `now`."""
+        """Return the standard deviation of log(ms of each candidate / ms of candidate `now`), in the present octave."""
         if now not in self._errors:
             _, covariance = self.octaves[self._octave]
             errors = covariance[1:, 1:]
-            own = errors.diagonal()
-            variances = np.maximum(own + own[now] - 2 * errors[now], 0.0)
+            diagonal = errors.diagonal()
+            # of a difference of two errors; rounding may go below 0
+            variances = np.maximum(diagonal + diagonal[now] - 2 * errors[now], 0.0)
             self._errors[now] = np.sqrt(variances).tolist()
         return self._errors[now]
 
     def knows(self, candidate: int) -> bool:
-        """Return whether rounds of this candidate were timed near this batch size lately."""
+        """Return whether rounds of this candidate were timed in the present octave, or near it, lately.
+
+        That is if log ms of them, with the speed, has a standard deviation below 0.5.
+        """
         _, covariance = self.octaves[self._octave]
         column = covariance[0] + covariance[1 + candidate]
         return bool(column[0] + column[1 + candidate] < 0.25)
@@ -168,12 +193,13 @@ class RoundTimes:
         ms: float | None,
         drafts: float | None = None,
     ) -> None:
-        """Learn from the duration of a round; None if other work is in it.
+        """Learn from the duration of a round. Call it for every round, in the order in which they ran.
 
-        drafts  that it verified of a request, on average; None: all
+        ms      None if other work is in it: the round does not count
+        drafts  drafts that it verified of a request, on average; None: as many as `verify` said, or all
 
-        The first round after another configuration does not count. Of two rounds in a row the shorter one counts,
-        because interruptions only lengthen a round.
+        The first round after another configuration does not count. The others count in pairs: of two rounds in a row
+        the shorter one counts, because interruptions only lengthen a round.
         """
         last, self._last = self._last, config
         if last != config or ms is None:
@@ -188,38 +214,43 @@ class RoundTimes:
         if self._first_of_pair is None:
             self._first_of_pair = log_ms
             return
-        apart = abs(log_ms - self._first_of_pair)
+        distance = abs(log_ms - self._first_of_pair)
         log_ms = min(log_ms, self._first_of_pair)
         self._first_of_pair = None
-        # the mean distance of two normal values is 1.13 standard deviations
-        apart = min(apart / 1.13, 4 * self.noise)
-        self.noise += FORGET_NOISE * (apart - self.noise)
+        # Two normal values differ by 1.13 standard deviations on average. It is capped: an interruption is no noise.
+        deviation = min(distance / 1.13, 4 * self.noise)
+        self.noise += FORGET_NOISE * (deviation - self.noise)
         self.noise = max(self.noise, 1e-3)
         self._learn(octave_of(batch), 1 + i, log_ms)
 
     def _learn(self, octave: int, i: int, log_ms: float) -> None:
-        """Move the estimates of speed and of candidate i - 1 towards a timing."""
-        if octave not in self.octaves:
+        """Move the estimates of an octave towards a timing of candidate i - 1: one step of the Kalman filter.
+
+        i       index in `mean` and `covariance`
+        log_ms  log(ms / cost), a measurement of mean[0] + mean[i]
+        """
+        if octave not in self.octaves:  # no `ms` was asked for: the round was launched under the rule before
             return
         self.timings[i - 1] += 1
         self._forget()
         mean, covariance = self.octaves[octave]
         covariance += PER_TIMING * self._prior
         covariance[0, 0] += DRIFT**2
-        noise = 0.68 * self.noise**2  # variance of the smaller one of two
+        noise = 0.68 * self.noise**2  # variance of the smaller of two normal values
         difference = log_ms - mean[0] - mean[i]
         column = covariance[0] + covariance[i]
         variance = column[0] + column[i] + noise
+        # A timing far off means that the estimates are less certain than they claim.
         if difference**2 > SURPRISE**2 * variance:
             if (octave, i) == self._learnt_last:
                 # The same configuration ran all the time, so the machine's speed has changed.
                 covariance[0, 0] += difference**2
             else:
-                # The cost is wrong by more than was thought, so it is trusted less for the others, too.
+                # The cost is wrong about this candidate by more than was thought, so trust it less for the others, too.
                 most = MOST_VARIANCE / covariance.diagonal()[1:].max()
                 covariance *= min(difference**2 / variance, most)
                 if difference > 0:
-                    # It can be an interruption: a second timing must agree.
+                    # It can be an interruption: let this timing weigh little, so that a second one must agree.
                     noise = (difference / SURPRISE) ** 2
             column = covariance[0] + covariance[i]
             variance = column[0] + column[i] + noise
@@ -229,6 +260,7 @@ class RoundTimes:
         covariance -= np.outer(column, column) / variance
 
     def to_json(self) -> dict[str, Any]:
+        """Return the state for `restore`, of this or another engine. `Learning` also reads "timings" of it."""
         octaves = {}
         for octave, (mean, covariance) in self.octaves.items():
             octaves[str(octave)] = [mean.tolist(), covariance.tolist()]
@@ -256,18 +288,22 @@ class RoundTimes:
         return True
 
     def _forget(self) -> None:
+        """Drop what was computed from the estimates. Call it whenever these or the present octave change."""
         self._factors = []
         self._errors = {}
 
     def _cost_of(self, batch: int, context_tokens: int) -> list[float]:
-        """Return the cost of a round of each candidate at this batch, and at its mean context to a quarter octave."""
+        """Return the cost of a round of each candidate at this batch size and context.
+
+        The mean context is rounded to a quarter octave, so that most rounds find their costs in `_rows`.
+        """
         quarter = _quarter(batch, context_tokens)
         if (batch, quarter) not in self._rows:
             self._compute_costs(batch, quarter)
         return self._rows[batch, quarter]
 
     def _compute_costs(self, batch: int, quarter: int) -> None:
-        """Compute the costs of this batch size and of its neighbours: sixteen together take as long as one."""
+        """Put into `_rows` the costs of this batch size and its neighbours: sixteen together take as long as one."""
         first = (batch - 1) // 16 * 16 + 1
         batches = np.arange(first, first + 16)
         contexts = _context_of(batches, quarter)
@@ -277,15 +313,15 @@ class RoundTimes:
 
 
 def _quarter(batch: int, context_tokens: int) -> int:
-    """Return the mean context in quarters of an octave."""
+    """Return the log2 of the mean context of a request, in quarters, rounded."""
     return round(4 * math.log2(max(context_tokens / batch, 1.0)))
 
 
 def _context_of(batch: Any, quarter: int) -> Any:
-    """Return the tokens of a batch, or of several, whose mean context is so many quarters of an octave."""
+    """Return the context tokens of all requests: of a batch size, or of an array of them, by `_quarter` of the mean."""
     return batch * 2 ** (quarter / 4)
 
 
 def octave_of(batch: int) -> int:
-    """Return the nearest power of two, as an exponent."""
+    """Return the exponent of the power of two that is nearest to the batch size, by logarithm."""
     return round(math.log2(batch))

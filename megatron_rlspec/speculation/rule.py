@@ -116,8 +116,8 @@ class SpecRule:
     ) -> SpecConfig:
         """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
 
-        missed  takes n; returns how many tokens the drafter has not read of the n requests that missed least. The engine
-                must let it read those of `catch_up` requests before the round
+        missed  takes n; returns how many tokens the drafter has not read of the n requests that missed least. The
+                engine must let it read those of `catch_up` requests before the round
         apart   whether a part of the requests can catch up and draft while the others do not; if not, all of them do
 
         It changes state (trials, losses, the tally): call it once for each round.

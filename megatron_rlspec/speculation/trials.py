@@ -28,7 +28,7 @@ OPTIMISM = 1.5  # standard deviations by which a candidate may be better than it
 LEAST_GAIN = 0.01  # relative gain in tokens per ms that a candidate must promise
 # Standard deviation of log time of plain decoding against the incumbent's, above which plain decoding is tried.
 PLAIN_ERROR = 0.15
-# Standard deviation by which acceptance may have changed after n rounds without drafts: CHANGE · √n, at most MOST_CHANGE.
+# After n rounds without drafts, rates may have changed by a standard deviation of CHANGE · √n, at most MOST_CHANGE.
 CHANGE = 0.02
 MOST_CHANGE = 0.4
 
@@ -55,7 +55,7 @@ class Situation(NamedTuple):
 class Trials:
     """Chooses which candidate is tried and when, and pays for it.
 
-    acceptance, times  the estimates of the rule, which it shares and updates
+    acceptance, times  the estimates, which the rule shares and updates
     forecast           acceptance a_1, a_2, ... that the trainer predicts for new weights; None: none, or used already
     requests           the number of requests that draft in the present trial
     unseen             rounds since acceptance was last observed; `rule.py` counts them

@@ -1,7 +1,7 @@
-"""The words that drafts are chosen from (FR-Spec, arXiv 2502.14856): those that rollouts hold most often.
+"""The draft vocabulary: the tokens that drafts are chosen from (FR-Spec, arXiv 2502.14856), the most frequent ones.
 
-The drafter's head is a part of the target's output layer, and nothing is trained in it. So any choice is lossless, and
-it may change at every push: the target verifies over the full vocabulary.
+The drafter's head is a part of the target's output layer, and nothing is trained in it. So the choice may change at
+every push. It never changes the text's distribution: the target verifies over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ KEEP = 0.9  # weight of earlier rollouts in the counts, per rollout
 
 
 class DraftVocabulary:
-    """Counts tokens of rollouts, and chooses `size` of `total` words.
+    """Counts the tokens of rollouts, and chooses `size` of the `total` token ids.
 
-    always  ids that are always among them, as the end of a text
+    always  ids that are always among them, such as the end of a text
 
     Raises ValueError for a size that is not between the number of `always` and `total`.
     """
@@ -39,9 +39,9 @@ class DraftVocabulary:
             np.add.at(self.counts, text, 1.0)
 
     def ids(self) -> np.ndarray:
-        """Return the chosen ids, ascending, `[size] int64`. Of words alike, those of lower ids, which BPE merged first.
+        """Return the chosen ids, ascending, `[size] int64`. Of equally frequent ids the lower ones are chosen.
 
-        The choice depends on the texts only, so all ranks that observed the same agree.
+        BPE merged these first. The choice depends on the texts only, so all ranks that observed the same agree.
         """
         weight = self.counts.copy()
         weight[list(self.always)] = np.inf
