@@ -61,7 +61,8 @@ def _tile(logits, row, stride, start, end, temperature, BLOCK: tl.constexpr):
 def _limit(peak, score):
     """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score.
 
-    Finite, also for a score of -inf: a product with a weight of 0 must not be NaN.
+    peak is s times the maximum of z. The result is finite, also for a score of -inf: its product with a weight of 0
+    must not be NaN.
     """
     return tl.minimum(tl.exp((peak.to(tl.float64) - score).to(tl.float32)) * SLACK, 3e38)
 
@@ -101,6 +102,7 @@ def scan(
     peak = tl.full((), _START, tl.float32)
     top = peak * sharpness
     limit = _limit(top, best)
+    # `top` is the maximum of s · z. Weights of the score are relative to it, weights of the log-prob to `peak`.
     totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - peak), by place in a tile; added up after the last tile
     next_z = _tile(logits, row, stride, start, end, temperature, BLOCK)
     for tile in range(start, end, BLOCK):

@@ -276,8 +276,9 @@ class Acceptance:
         m = PRIOR_STRENGTH
         self.rates: list[float] = []
         self.totals: list[float] = [1.0]
-        rate = reach = 1.0
+        rate = reach = 1.0  # of depth 0, which is always accepted: so the "ratio" of depth 1 is its rate
         for d in range(self.depth):
+            # a posterior mean: observations, and a prior that weighs `weight` drafts
             weight = m * RATIO_STRENGTH if d else m
             ratio_hits = self.ratio_hits[d] + weight * self.prior[d]
             ratio = ratio_hits / (self.ratio_base[d] + weight)
@@ -318,9 +319,9 @@ class Acceptance:
             raise ValueError(f"predicted rates {list(rates)} must lie in [0, 1] and not be empty")
         shallower = 1.0
         for d in range(self.depth):
-            known = d < len(rates)
-            rate = rates[d] if known else shallower * self.prior[d]
-            weight = draws if known else 0.0
+            predicted = d < len(rates)
+            rate = rates[d] if predicted else shallower * self.prior[d]
+            weight = draws if predicted else 0.0
             self.hits[d] = self.ratio_hits[d] = rate * weight
             self.draws[d] = weight
             self.ratio_base[d] = shallower * weight
@@ -366,7 +367,7 @@ class Acceptance:
 
 
 def _cap(hits: list[float], draws: list[float], d: int, most: float) -> None:
-    """Scale hits and draws at depth d so that `draws[d]` is at most `most`."""
+    """Scale hits and draws at depth d, in place, so that `draws[d]` is at most `most`; the rate stays."""
     over = draws[d] / most
     if over > 1:
         hits[d] /= over

@@ -142,7 +142,7 @@ class RoundTimes:
         covariance = self._prior.copy()
         covariance[0, 0] = NEVER_SEEN**2
         if self.octaves:
-            nearest = min(self.octaves, key=lambda known: (abs(known - octave), known))
+            nearest = min(self.octaves, key=lambda other: (abs(other - octave), other))
             mean, covariance = (part.copy() for part in self.octaves[nearest])
             far = abs(nearest - octave)
             covariance += PER_OCTAVE * far * self._prior

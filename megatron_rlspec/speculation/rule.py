@@ -5,17 +5,17 @@ It takes what delivers the most tokens per ms:
     tokens of a round   from the drafts that were accepted (`acceptance`)
     ms of a round       from the model's sizes, corrected by the engine's own rounds (`round_times`)
 
-One candidate is the incumbent. Another one replaces it when the rounds lost by staying repay the change. Where one of
-the others could be better than is known, a few of its rounds are run to find out (`trials`). Plain decoding (`OFF`) is
-a candidate, and the first to be tried.
+One candidate is the incumbent, which runs. Another one replaces it when the rounds that were lost by staying repay the
+change. If another one could be better within the errors of the estimates, a few of its rounds are run to measure it
+(`trials`). Plain decoding (`OFF`) is a candidate, and the first to be tried.
 
 An engine calls `choose` before each round, and `observe` and `timed` after it. Engines that verify a part of the drafts
 also call `lengths` or `drafts` in between. The callers are `rollout/sglang/scheduler/decisions.py` and
 `rollout/embedded/choice.py`. Every tensor-parallel rank has a rule of its own, and all must choose the same, because
 they run one round together. So the rule reads no clock and draws no random numbers: it depends only on its calls.
 
-A rule comes from JSON (`from_json`), which the trainer sends after each push of weights (`learning.py`). It follows
-ReSpec, section 5.2, which profiles before training only; the rule goes on measuring.
+The trainer sends a new rule as JSON between rollouts (`learning.py`, `from_json`). The rule follows ReSpec, section
+5.2, which profiles before training only; this rule goes on measuring.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class SpecRule:
     def _plan(self, selection: Selection, batch: int, context_tokens: int) -> None:
         """Compute the threshold of each candidate anew, if the last plans are old or for another batch or context.
 
-        The batch may change by a quarter of an octave (a factor of 2) and the mean context by one.
+        "Another" is measured on rounded logarithms: of batches in quarters of log2, of mean contexts in whole ones.
         """
         place = round(4 * math.log2(batch)), round(math.log2(max(context_tokens / batch, 1.0)))
         self._since_plan += 1
@@ -285,7 +285,7 @@ class SpecRule:
         for i, config in enumerate(self.candidates):
             ms = partial(self.times.uneven, i, batch, context_tokens)
             self._plans.append(selection.plan(config.num_steps, ms))
-        # From now on `times.ms` returns the ms of rounds that verify so many drafts.
+        # From now on `times.ms` is of rounds that verify these numbers of drafts.
         self.times.verify([plan.verified for plan in self._plans])
 
     def _tokens(self, candidate: int) -> float:

@@ -123,7 +123,7 @@ class Trials:
         foretold = tried >= 0
         if not foretold and self.wait > 0:
             return False
-        # The last trial is paid only now: its rounds are timed by now, so its loss is known better.
+        # The last trial is paid only now: its rounds are timed by now, so its loss is estimated better.
         self.allowance -= self._unpaid * self._loss(self._tried, now)
         self._unpaid = 0
         if not foretold:
@@ -164,9 +164,9 @@ class Trials:
         best, most = -1, 1.0 + LEAST_GAIN
         for i, config in enumerate(self.candidates):
             tokens = expected_tokens(config, self.forecast)
-            known = self.acceptance.totals[config.num_steps]
+            observed = self.acceptance.totals[config.num_steps]
             # its rate, with the predicted tokens of a round in place of the observed ones
-            gain = now.rates[i] / known * tokens / now.rates[now.incumbent]
+            gain = now.rates[i] / observed * tokens / now.rates[now.incumbent]
             if gain > most:
                 best, most = i, gain
         return best
