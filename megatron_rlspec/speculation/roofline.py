@@ -152,8 +152,8 @@ class Roofline:
         drafter = np.array([float(config.drafter) for config in configs])
         verified = batch * (1 + (steps if drafts is None else drafts))
         verify = self.target_ms(verified, context)
-        # One drafter pass over the verified tokens. Then, for every further draft, one over a token of each request. OFF
-        # has neither; SGLang's step 0 has the first.
+        # One drafter pass over the verified tokens. Then, for every further draft, one over a token of each request.
+        # OFF has neither; SGLang's step 0 has the first.
         extend = drafter * (self.drafter * verify + self.pass_ms)
         step = self.drafter * self.target_ms(batch, context) + self.pass_ms
         drafting = extend + np.maximum(steps - 1, 0) * step
