@@ -71,7 +71,8 @@ def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     return bool(flag)
 
 
-@cache  # the comparison compiles kernels, which takes seconds; and the log gets one line for each device
+# the comparison compiles kernels, which takes seconds; and the log gets one line for each device
+@cache
 def _choose(name: str, agrees: Agrees, what: str, device: torch.device) -> ModuleType | None:
     """Return the module `kernels/<name>.py` if it agrees with plain torch on `device`, else None.
 

@@ -35,7 +35,8 @@ def hash_of_row(seeds, positions, row):
 @triton.jit
 def hash_of(state, words):
     """Return the hashes of words, uint32, from the state of `hash_of_row`."""
-    h = _mix(state, words.to(tl.uint32)) ^ 16  # MurmurHash3 ends with the length: four words are 16 bytes
+    # MurmurHash3 ends with the length: four words are 16 bytes
+    h = _mix(state, words.to(tl.uint32)) ^ 16
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)

@@ -95,7 +95,8 @@ def statistics(
     beaten    [C, SLOTS] int32: 1 if a word of this rank beats the label, or the row has no seed
     """
     row = tl.program_id(0)
-    start = row.to(tl.int64) * stride  # in int64: a chunk of logits can have more than 2^31 elements
+    # in int64: a chunk of logits can have more than 2^31 elements
+    start = row.to(tl.int64) * stride
     lanes = tl.arange(0, BLOCK)
     peak = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -123,7 +124,8 @@ def statistics(
         column = tile + lanes
         inside = column < width
         z = _scaled(tl.load(logits + start + column, mask=inside, other=0.0), inside, temperature)
-        best = tl.where(z > peak, column, best)  # `>`: of equal z the first one, which has the lower column
+        # `>`: of equal z the first one, which has the lower column
+        best = tl.where(z > peak, column, best)
         higher = tl.maximum(peak, z)
         decay = tl.exp(peak - higher)
         # Explicitly 0: in a lane that has seen nothing but LOWEST, exp(z - higher) would be 1.

@@ -103,7 +103,8 @@ def scan(
     top = peak * sharpness
     limit = _limit(top, best)
     # `top` is the maximum of s · z. Weights of the score are relative to it, weights of the log-prob to `peak`.
-    totals = tl.zeros((BLOCK,), tl.float32)  # of exp(z - peak), by place in a tile; added up after the last tile
+    # of exp(z - peak), by place in a tile; added up after the last tile
+    totals = tl.zeros((BLOCK,), tl.float32)
     next_z = _tile(logits, row, stride, start, end, temperature, BLOCK)
     for tile in range(start, end, BLOCK):
         z = next_z

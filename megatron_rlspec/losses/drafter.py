@@ -168,7 +168,8 @@ class Student:
                 continue
             index = to_device(rows, self._rows.device)
             hidden = teacher_hidden.index_select(0, index)
-            no_labels = torch.zeros_like(index)  # `read` needs labels; their log-probabilities are not used
+            # `read` needs labels; their log-probabilities are not used
+            no_labels = torch.zeros_like(index)
             teacher = read(self._head, hidden, no_labels)
             self.observe(rows, teacher.scores, teacher.lse)
 
@@ -192,7 +193,8 @@ class Student:
         rows = rows.to(self._teacher.device)
         begin = torch.searchsorted(self._teacher, rows[0])
         end = torch.searchsorted(self._teacher, rows[-1] + 1)
-        first, last = torch.stack([begin, end]).tolist()  # at once: with tensors on a GPU the host waits once
+        # at once: with tensors on a GPU the host waits once
+        first, last = torch.stack([begin, end]).tolist()
         for start in range(first, last, self._chunk):
             part = slice(start, min(start + self._chunk, last))
             # The place of each student's teacher among `rows`, if it is there.
@@ -273,7 +275,8 @@ class Student:
             of_rows |= of_teacher
         self._total += (weight * loss).sum()
         if self._grad is not None:
-            self._grad[part] = rows.back()  # every student is in one slice only, so it is set and not added
+            # every student is in one slice only, so it is set and not added
+            self._grad[part] = rows.back()
         if self._own_grad is not None and self._draft_head is not None:
             self._own_grad[self._draft_head.own] += rows.of_weight(self._hidden[part])
         sums["loss"] = loss

@@ -147,7 +147,8 @@ class FusedRows:
 
     def coupled(self) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
-        beaten = self._of_rank.beaten.float()  # for the reduction; a label that one rank beats is beaten
+        # for the reduction; a label that one rank beats is beaten
+        beaten = self._of_rank.beaten.float()
         return 1 - self._head.max(beaten)
 
     def write_label(self, on_logprob: Tensor) -> None:

@@ -286,7 +286,8 @@ class DraftHead(VocabParallelHead):
         if some:
             first = int(torch.searchsorted(words, full.start))
             columns = ids - full.start
-        else:  # A head needs a row. `_logits` and `of_full` replace its values by very low ones; `FusedRows` skips it.
+        else:
+            # A head needs a row. `_logits` and `of_full` replace its values by very low ones; `FusedRows` skips it.
             ids = words.new_full((1,), -1)
             columns = words.new_zeros(1)
         rows = slice(first, first + len(columns))

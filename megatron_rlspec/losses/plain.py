@@ -66,7 +66,8 @@ class PlainRows:
 
     def best(self) -> tuple[Tensor, Tensor]:
         best = self._head.argmax(self.scores)
-        score = self._head.pick(self.scores, best)  # 0 on ranks without the id, so a sum gives it to all
+        # 0 on ranks without the id, so a sum gives it to all
+        score = self._head.pick(self.scores, best)
         return best, self._head.sum(score) - self.lse
 
     @cached_property

@@ -98,7 +98,8 @@ def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
 def pooled(histograms: Iterable[Sequence[float] | np.ndarray]) -> np.ndarray:
     """Sum histograms of different lengths, element by element: `[longest]`, int64 if all are counts."""
     rows = [np.asarray(histogram) for histogram in histograms]
-    counted = [row.dtype for row in rows if len(row)]  # an empty row is float64 in numpy, and would make all floats
+    # an empty row is float64 in numpy, and would make all floats
+    counted = [row.dtype for row in rows if len(row)]
     longest = max(map(len, rows), default=0)
     total = np.zeros(longest, np.result_type(np.int64, *counted))
     for row in rows:
@@ -260,7 +261,8 @@ class Acceptance:
             if d >= num_steps or reached <= 0:
                 continue
             refused = histogram[d] if d < len(histogram) else 0.0
-            passed = max(reached - refused, 0.0)  # a histogram of floats may give a little less than 0
+            # a histogram of floats may give a little less than 0
+            passed = max(reached - refused, 0.0)
             shallower = self.rates[d - 1] if d else 1.0
             self.ratio_hits[d] += passed
             self.ratio_base[d] += reached * shallower
@@ -276,7 +278,8 @@ class Acceptance:
         m = PRIOR_STRENGTH
         self.rates: list[float] = []
         self.totals: list[float] = [1.0]
-        rate = reach = 1.0  # of depth 0, which is always accepted: so the "ratio" of depth 1 is its rate
+        # of depth 0, which is always accepted: so the "ratio" of depth 1 is its rate
+        rate = reach = 1.0
         for d in range(self.depth):
             # a posterior mean: observations, and a prior that weighs `weight` drafts
             weight = m * RATIO_STRENGTH if d else m

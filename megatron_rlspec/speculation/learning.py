@@ -37,7 +37,8 @@ LEAST_DRAWS = 100
 START_DRAWS = 50.0
 # Standard deviation of log(time of plain decoding / time of a drafting round) up to which `saved` uses the ratio.
 KNOWN = 0.15
-TIMED = 0.9  # share of the drafting rounds' time for which that ratio must be known, or `saved` returns None
+# share of the drafting rounds' time for which that ratio must be known, or `saved` returns None
+TIMED = 0.9
 
 
 class Saved(NamedTuple):
@@ -277,7 +278,8 @@ class Learning:
         for d, rate in enumerate(self.acceptance.rates, 1):
             values[f"spec/accept_{d}"] = rate
         drafting = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
-        if any(drafting):  # of drafting rounds only; `rollout/accept_length` counts the others, too, as 1
+        # of drafting rounds only; `rollout/accept_length` counts the others, too, as 1
+        if any(drafting):
             values["spec/verified_tokens"] = accept_length(drafting)
             values["spec/accepted_drafts"] = values["spec/verified_tokens"] - 1
         verified = sum(stats.verified for stats in rounds)

@@ -31,7 +31,8 @@ from scipy.optimize import isotonic_regression
 # LOWEST * (1 - i / BINS)^4. `losses/predict.by_logq` fills the same bins.
 BINS = 24
 LOWEST = -10.0
-CELLS = 64 * BINS  # entries of `table`: a finer division of the same kind, so a draft's bin is its cell // 64
+# entries of `table`: a finer division of the same kind, so a draft's bin is its cell // 64
+CELLS = 64 * BINS
 PRIOR = 4.0  # drafts of each bin, accepted with probability q, that are added to what was counted
 FORETOLD = 2000.0  # drafts that the trainer's prediction weighs at most
 WINDOW = 20_000.0  # drafts that the counts weigh at most; older ones fade
@@ -205,7 +206,8 @@ class Selection:
         Some of them had fewer drafts than `depth`. The missing drafts get the chances of other chains at that depth. If
         no chain had a draft there, they get those of the depth before.
         """
-        chances: np.ndarray = self.table[self._chains]  # -1 reads the last cell; it is replaced below
+        # -1 reads the last cell; it is replaced below
+        chances: np.ndarray = self.table[self._chains]
         for depth, missing in enumerate(self._chains < 0):
             present = chances[depth, ~missing]
             if not len(present):

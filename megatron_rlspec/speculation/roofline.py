@@ -147,7 +147,8 @@ class Roofline:
                  the result is then `[n, *broadcast(batch, context)]`
         """
         batch, context = np.broadcast_arrays(np.asarray(batch, float), np.asarray(context, float))
-        batch, context = batch[..., None], context[..., None]  # configurations are the last axis until the end
+        # configurations are the last axis until the end
+        batch, context = batch[..., None], context[..., None]
         steps = np.array([config.num_steps for config in configs])
         drafter = np.array([float(config.drafter) for config in configs])
         verified = batch * (1 + (steps if drafts is None else drafts))
@@ -183,7 +184,8 @@ def _attention(config: Mapping[str, int]) -> int:
         into_queries = rank * (hidden + query) if rank else hidden * query
         into_latent = hidden * (latent + rope)
         into_keys = latent * heads * (plain + value)
-        return into_queries + into_latent + into_keys + heads * value * hidden  # the last: the output projection
+        # the last: the output projection
+        return into_queries + into_latent + into_keys + heads * value * hidden
     head = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
     return 2 * hidden * head * (heads + kv_heads)  # queries and output, keys and values

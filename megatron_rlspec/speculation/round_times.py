@@ -26,19 +26,20 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 # Standard deviations of logarithms, so about relative ones.
-DOUBT = 0.4  # of `error` of the deepest configuration before anything was timed, without the share ALONE
+DOUBT = 0.4  # of `error` of the deepest configuration at first, without the share ALONE
 NOISE = 0.05  # of one timing, until timings say otherwise
 DRIFT = 0.01  # of `speed`, from one timing to the next
 AWAY = 0.1  # of `speed`, while the engine ran other batch sizes
-NEXT_OCTAVE = 0.3  # of `speed` at a batch size that never ran, by what is known of the neighbouring octave
+NEXT_OCTAVE = 0.3  # of `speed` where an octave begins with its neighbour's
 NEVER_SEEN = 3.0  # of `speed` before anything was timed
 
 # Shares of the variance of `error` before anything was timed.
-ALONE = 0.15  # independent for each configuration; the rest is common to all and grows with log(1 + steps)
+ALONE = 0.15  # independent for each configuration; the rest grows with log(1 + steps)
 PER_OCTAVE = 0.2  # added where an octave begins with the estimates of its neighbour
 PER_TIMING = 2e-4  # added with every timing: contexts grow, and machines change
 
-SURPRISE = 3.0  # a timing further off than this number of standard deviations raises the uncertainty
+# a timing further off than this number of standard deviations raises the uncertainty
+SURPRISE = 3.0
 MOST_VARIANCE = 0.5  # of an error
 FORGET_NOISE = 0.05  # weight of the newest pair of rounds in the estimate of noise
 
@@ -72,7 +73,8 @@ class RoundTimes:
         self.comparisons = 0
         self._octave = -1  # the present one, of `enter`
         self._last: SpecConfig | None = None  # configuration of the last round
-        self._first_of_pair: float | None = None  # log(ms / cost) of the first of two rounds in a row
+        # log(ms / cost) of the first of two rounds in a row
+        self._first_of_pair: float | None = None
         self._learnt_last = (-1, -1)  # octave and index of the last timing that counted
         # (batch, quarter octave of context) -> cost of each candidate, for `_verified`
         self._rows: dict[tuple[int, int], list[float]] = {}
@@ -229,7 +231,8 @@ class RoundTimes:
         i       index in `mean` and `covariance`
         log_ms  log(ms / cost), a measurement of mean[0] + mean[i]
         """
-        if octave not in self.octaves:  # no `ms` was asked for: the round was launched under the rule before
+        # no `ms` was asked for: the round was launched under the rule before
+        if octave not in self.octaves:
             return
         self.timings[i - 1] += 1
         self._forget()

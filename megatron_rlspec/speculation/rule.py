@@ -39,8 +39,10 @@ from megatron_rlspec.types import OFF, SpecConfig
 # How much the incumbent must have lost before another candidate replaces it, in units of its rounds.
 PATIENCE = 0.08
 CATCH_UP = 0.1  # from OFF, this share of the time of catching up is added to PATIENCE
-CAUTION = 0.2  # standard deviations of the estimated time that are taken off the gain of a deeper candidate
-MOST_CATCH_UP = 0.25  # largest share of a round's time that catching up may take if the round is to be timed
+# standard deviations of the estimated time that are taken off the gain of a deeper candidate
+CAUTION = 0.2
+# largest share of a round's time that catching up may take if the round is to be timed
+MOST_CATCH_UP = 0.25
 PUSH = 10  # a push makes acceptance as uncertain as this number of rounds without drafts
 REPLAN = 32  # rounds after which the thresholds of a ragged rule are computed again
 
@@ -90,7 +92,8 @@ class SpecRule:
         self.selection = Selection(max(deepest, 1)) if ragged else None
         self._plans: list[Plan] = []  # of each candidate; empty unless ragged
         self._chosen = 0  # index of the candidate of the round just chosen
-        self._planned = (-1, -1)  # batch and context that the plans are for, rounded logarithms (`_plan`)
+        # batch and context that the plans are for, rounded logarithms (`_plan`)
+        self._planned = (-1, -1)
         self._since_plan = 0  # rounds
         self.cost = cost
         self.catch_up = 0
@@ -99,9 +102,11 @@ class SpecRule:
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
         self.limit({})
         self._incumbent = -1  # -1: before the first round
-        self._lost = [0.0] * len(self.candidates)  # rounds of the incumbent, lost by not running each candidate
+        # rounds of the incumbent, lost by not running each candidate
+        self._lost = [0.0] * len(self.candidates)
         self._batch = 0  # of the last round
-        self._catching_up = False  # whether the drafter reads what it missed in the round just chosen
+        # whether the drafter reads what it missed in the round just chosen
+        self._catching_up = False
         self._tally = _Tally()
 
     # What an engine calls

@@ -18,8 +18,10 @@ from megatron_rlspec.speculation.acceptance import Acceptance, expected_tokens
 from megatron_rlspec.speculation.round_times import RoundTimes
 from megatron_rlspec.types import OFF, SpecConfig
 
-ROUNDS = 3  # rounds of a trial: `RoundTimes` does not count the first after a change, and takes one of the next two
-DRAFTS = 9  # requests that draft in a trial of more drafts, summed over its rounds: fewer say little of acceptance
+# rounds of a trial: `RoundTimes` does not count the first after a change, and takes one of the next two
+ROUNDS = 3
+# requests that draft in a trial of more drafts, summed over its rounds: fewer say little of acceptance
+DRAFTS = 9
 FREE = 3.0  # rounds that all trials together may lose at first
 SHARE = 0.01  # rounds that they may lose more with every round
 WAIT = 4  # rounds between two trials at first
@@ -82,7 +84,8 @@ class Trials:
         self._off = candidates.index(OFF) if OFF in candidates else -1
         self._tried = -1  # the candidate of the present or last trial
         self._left = 0  # rounds left of the present trial
-        self._unpaid = 0  # rounds of the last trial that the allowance has not paid yet: see `_begin`
+        # rounds of the last trial that the allowance has not paid yet: see `_begin`
+        self._unpaid = 0
 
     @property
     def changed(self) -> float:
@@ -140,7 +143,8 @@ class Trials:
             reading = now.catch_up_ms(requests) / now.ms[now.incumbent]
         loss = ROUNDS * self._loss(tried, now)
         if self._nothing_compared():
-            loss = 0.0  # The cost model may be wrong about the loss. Without a trial that would stay unknown.
+            # The cost model may be wrong about the loss. Without a trial that would stay unknown.
+            loss = 0.0
         if loss + reading > self.allowance:
             return False
         self.allowance -= reading
