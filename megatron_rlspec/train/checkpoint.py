@@ -3,9 +3,11 @@
 A checkpoint is a directory: one safetensors file per distinct shard, and `layout.json`, which names the layout. Under
 expert parallelism experts are sharded in their own way, so they have files of their own, one per shard. Every tensor
 has a checksum in its file, compared on loading. Another layout, dtype or drafter starts from the exported
-Hugging Face weights instead. Megatron's own format would reshard. But it keeps the drafter's optimizer, which only the
-last pipeline stage has, in a file that only rank 0 writes; it needs pickle; and on loading it gives all parameters one
-shared `step`, which AdamW then advances once per parameter (0.16.1).
+Hugging Face weights instead.
+
+Megatron's own format would reshard. It is not used because it keeps the drafter's optimizer, which only the last
+pipeline stage has, in a file that only rank 0 writes; because it needs pickle; and because on loading it gives all
+parameters one shared `step`, which AdamW then advances once per parameter (0.16.1).
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
 
 LAYOUT = "layout.json"
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # keys of AdamW's state; fused optimizers have no "step" there
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written. One line: which file, and why. Nothing of it is left."""
 
-    exit_code = 1
+    exit_code = 1  # of the command (`cli.py`)
 
 
 def save(
@@ -49,12 +51,15 @@ def save(
 ) -> None:
     """Write `directory` whole or not at all; an older one of that name is replaced. Collective.
 
-    `learners` are this rank's, by name. `layout` must be equal when loading. `generators=False` leaves out random
-    states, for a caller that saves them elsewhere. Raises SaveError on every rank if one cannot write.
+    learners    this rank's, by name
+    layout      JSON values; `load` compares those that it is given
+    generators  False: leave out random states, for a caller that saves them elsewhere
+
+    Raises SaveError on every rank if one cannot write.
     """
     directory = Path(directory)
-    partial = directory.with_name(f".{directory.name}.partial")
-    main = dist.get_rank() == 0
+    partial = directory.with_name(f".{directory.name}.partial")  # all ranks share the file system
+    is_first_rank = dist.get_rank() == 0
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -63,10 +68,12 @@ def save(
     def write() -> None:
         for name, learner in learners.items():
             for part in learner.parts:
+                # Replicas hold the same tensors, unless a distributed optimizer splits its state over them.
                 first_replica = part.replicas.rank() == 0
                 if not (learner.adam.distributed or first_replica):
                     continue
                 tensors = _tensors(learner, part)
+                # Clones, because parameters can be views of one buffer, and safetensors writes no shared storage.
                 copies = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
                 tensor_file.save(copies, _file(partial, name, learner, part))
         if generators and ps.get_expert_data_parallel_rank() == 0:
@@ -76,18 +83,27 @@ def save(
         files.write(partial / LAYOUT, json.dumps(dict(layout), indent=1))
         publish(partial, directory, replace=True)
 
-    error = on_all_ranks(begin, main) or on_all_ranks(write) or on_all_ranks(finish, main)
+    # Each call waits for all ranks and returns the same text on all. So no rank writes before the directory is there,
+    # it is published only when all files are complete, and after an error all ranks skip the later calls.
+    error = (
+        on_all_ranks(begin, is_first_rank)
+        or on_all_ranks(write)
+        or on_all_ranks(finish, is_first_rank)
+    )
     if error:
-        if main:
+        if is_first_rank:
             shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(error)
 
 
-def on_all_ranks(act: Callable[[], object], here: bool = True) -> str:
-    """Run `act` on the ranks with `here`, wait for all, and return the first rank's OSError; "" if there is none."""
+def on_all_ranks(act: Callable[[], object], acts: bool = True) -> str:
+    """Run `act` on the ranks with `acts`, wait for all, and return the first rank's OSError; "" if there is none.
+
+    Collective: the ranks without `acts` must call it, too. Other errors than OSError are raised on their rank only.
+    """
     error = ""
     try:
-        if here:
+        if acts:
             act()
     except OSError as problem:
         error = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
@@ -104,13 +120,13 @@ def load(
     """Restore what `save` wrote. Collective.
 
     Raises CheckpointError on every rank if one finds a file or tensor missing or damaged, or another layout. The
-    learners must not be used after that.
+    learners must not be used after that: some of their tensors are loaded, and others are not.
     """
     directory = Path(directory)
     error = ""
     advice = ""
     try:
-        _check_layout(directory, layout)
+        _check_layout(directory, layout)  # its message has an advice of its own
         advice = f"; remove {directory} to go on without it"
         for name, learner in learners.items():
             for part in learner.parts:
@@ -119,6 +135,7 @@ def load(
             _load_generators(_generators_file(directory))
     except CheckpointError as problem:
         error = f"{problem}{advice}"
+    # A rank that raised before this would leave the others waiting here.
     error = runtime.first_message(error)
     if error:
         raise CheckpointError(error)
@@ -138,6 +155,7 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
 
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
     with TensorFile(path) as file, torch.no_grad():
+        # In this order: the moments must exist before `_tensors` can name them.
         learner.steps = int(_stored(file, "steps", torch.tensor(0)))
         _create_moments(part, learner.steps)
         tensors = _tensors(learner, part)
@@ -151,18 +169,20 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
 def _create_moments(part: Part, updates: int) -> None:
     """Create the optimizer state to load into: one for every parameter; none if there was no update yet.
 
-    torch's AdamW counts updates in that state, the fused ones count them in the group.
+    torch's AdamW counts updates in that state, the fused ones (of Apex and Transformer Engine) in the group.
     """
-    if not part.groups:
+    if not part.groups:  # a stage without experts
         return
-    inner = part.optimizer.optimizer
+    inner = part.optimizer.optimizer  # below Megatron's optimizer
     if not updates:
+        # as in an optimizer that has made no update, whose first one creates the state
         inner.state.clear()
         for group in part.groups:
             group.pop("step", None)
         return
     part.optimizer.init_state_fn(inner)
     if isinstance(inner, torch.optim.AdamW):
+        # A tensor for each parameter: AdamW counts up in place, so a shared one would count once per parameter.
         for state in inner.state.values():
             state["step"] = torch.tensor(float(updates))
     else:
@@ -171,6 +191,7 @@ def _create_moments(part: Part, updates: int) -> None:
 
 
 def _load_generators(path: Path) -> None:
+    """Restore what `_generators` returned: torch's generators, and Megatron's of tensor-parallel regions."""
     with TensorFile(path) as file:
         torch.set_rng_state(_stored(file, "cpu", torch.get_rng_state()))
         if torch.cuda.is_available():
@@ -193,7 +214,10 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
 
 
 def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
-    """Name every tensor of a part: parameters, the optimizer's copies, moments, step count; routers' biases."""
+    """Name every tensor of a part: parameters, the optimizer's copies, moments, step count; routers' biases.
+
+    They are the tensors themselves, into which `_load_part` copies. The names are those in the files.
+    """
     module = learner.ddp.module
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -202,7 +226,8 @@ def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
     if not part.experts:
         for name, bias in experts.biases(module).items():
             tensors[f"bias.{name}"] = bias
-    # What the inner optimizer updates: shards or copies of parameters, in an order that the layout fixes.
+    # What the inner optimizer updates: shards or float32 copies of parameters, without names. Their numbers in the
+    # optimizer's groups are the same in every job of the same layout.
     for g, group in enumerate(part.groups):
         for i, parameter in enumerate(group["params"]):
             tensors[f"main.{g}.{i}"] = parameter.data
@@ -210,11 +235,12 @@ def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
             for moment in _MOMENTS:
                 if moment in state:
                     tensors[f"{moment}.{g}.{i}"] = state[moment]
-    tensors["steps"] = torch.tensor(learner.steps)
+    tensors["steps"] = torch.tensor(learner.steps)  # `_load_part` reads it before the others
     return tensors
 
 
 def _generators() -> dict[str, Tensor]:
+    """Return copies of the states of all random generators of this rank, by their names in the file."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = {f"tracker.{name}": state for name, state in tracker.get_states().items()}
     states["cpu"] = torch.get_rng_state()
@@ -224,6 +250,7 @@ def _generators() -> dict[str, Tensor]:
 
 
 def _file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
+    """Return the file of this rank's shard of a part; `name` is the learner's. Replicas share it, if they are equal."""
     replica = f"-replica{part.replicas.rank()}" if learner.adam.distributed else ""
     shard = f"-tensor{ps.get_tensor_model_parallel_rank()}"
     if part.experts:
@@ -232,7 +259,10 @@ def _file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
 
 
 def _generators_file(directory: Path) -> Path:
-    """Return the file of this rank's generators. One of Megatron's differs between expert-parallel ranks."""
+    """Return the file of this rank's generators. One of Megatron's differs between expert-parallel ranks.
+
+    Ranks that differ in their expert-data-parallel number only share a file; the first one writes it.
+    """
     shard = f"-tensor{ps.get_tensor_model_parallel_rank()}"
     if ps.get_expert_model_parallel_world_size() > 1:
         shard = _expert_shard()

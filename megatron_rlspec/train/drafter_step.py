@@ -35,7 +35,7 @@ class DrafterObjective:
     """The drafter's loss, and the acceptance that its training forward predicts.
 
     depth            D, unrolled drafter steps
-    loss             of one row: one of `losses/drafter.py`, or the user's function
+    loss             of one row (a position at one depth): one of `losses/drafter.py`, or the user's function
     depth_decay      depth d has weight depth_decay ** (d - 1)
     predicted_steps  step counts of rounds whose acceptance is predicted, ascending; empty: none
     sampled          rollouts draw from the policy's unfiltered softmax: temperature > 0, no top-p, no top-k
@@ -54,11 +54,13 @@ class DrafterObjective:
 class DrafterTargets:
     """Targets of the drafter in one micro-batch: lists over depths 1..D of `[t]`, of this context-parallel rank.
 
+    Made by `train/step.py` from a `PackedBatch`, and by `cotrainer/fields.py`.
+
     labels             token t + 1 + d
     weight             of that prediction, not negative; 0 where nothing is trained
     counts             per depth, Σ weight over all micro-batches and ranks of the step, at least 1
     cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
-    rows               `[t]` int64, of each position in the policy's micro-batch, if that has more rows
+    rows               `[t]` int64, the row of each position in the policy's micro-batch; None: the rows are the same
     seeds, positions   `[t]` int64, for coupled drafts: the seed of each position's noise, -1 where no acceptance is
                        predicted, and the position in its sequence; None: not known
 
@@ -79,8 +81,8 @@ class DrafterStep:
     """One drafter's steps on this rank: `begin`, then `student` and `learn` for each micro-batch, then `update`.
 
     learner  None for a drafter that is only measured, without `update`
-    words    ids that drafts are chosen from, on any device; None: all
-    head     the drafter's own output layer, a row for each of `words`; None: the policy's
+    words    the draft vocabulary, `[S]` int64 token ids, on any device; None: all tokens. The caller sets it
+    head     the drafter's own output layer `[S, H]`, a row for each of `words`; None: the policy's
     """
 
     def __init__(
@@ -91,23 +93,34 @@ class DrafterStep:
         objective: DrafterObjective,
         pace: Learner | None = None,
     ) -> None:
-        """Train `block` by `options`, and by what they leave to `optimizer`; `pace` as of `Learner`."""
+        """Train `block` by `options`, and by what they leave to `optimizer`; `pace` as of `Learner`.
+
+        With `options.train` this builds gradient buffers: all ranks that hold the drafter must call it.
+        """
         self.objective = objective
         self.words: Tensor | None = None
         self.head: Tensor | None = getattr(block, "head", None)
         self.learner: Learner | None = None
         if options.train:
-            own = {"lr": options.lr, "weight_decay": 0.0, "warmup_steps": options.warmup_steps}
-            adam = optimizer.model_copy(update=own)
+            of_drafter = {
+                "lr": options.lr,
+                "weight_decay": 0.0,
+                "warmup_steps": options.warmup_steps,
+            }
+            adam = optimizer.model_copy(update=of_drafter)
             self.learner = Learner(block, adam, pipelined=False, pace=pace)
 
     @property
     def shares_policy_logits(self) -> bool:
-        """Return whether the policy's loss on this rank covers every teacher row, so one logits pass serves both."""
+        """Return whether the policy's loss on this rank covers every teacher row, so one logits pass serves both.
+
+        The teacher of depth d at t is the policy at t + d. Where depth d is trained at t, the policy's loss covers
+        t + d. Under context parallelism another rank may hold that position. The loss "ce" has no teacher.
+        """
         return self.objective.loss != "ce" and ps.get_context_parallel_world_size() == 1
 
     def begin(self) -> None:
-        """Zero the drafter's gradients."""
+        """Zero the drafter's gradients. Before the step's first `learn`: gradients of micro-batches add up."""
         if self.learner is not None:
             self.learner.zero_grad()
 
@@ -127,6 +140,7 @@ class DrafterStep:
         depths = range(1, objective.depth + 1)
         device = targets.labels[0].device
         t = len(targets.labels[0])
+        # Each depth is divided by its own count of the whole step, so losses of micro-batches and ranks can be added.
         weights = []
         for d in depths:
             scale = objective.depth_decay ** (d - 1) / targets.counts[d - 1]
@@ -134,12 +148,12 @@ class DrafterStep:
         noise = None
         seeds, positions = targets.seeds, targets.positions
         if predict and objective.coupled and seeds is not None and positions is not None:
-            # of each label
+            # Engines key a token's noise by the position before it (`noise.py`). Depth d at t has the label t + 1 + d.
             keys = torch.cat([positions + d for d in depths])
             noise = seeds.repeat(objective.depth), keys
         return Student(
-            torch.cat(list(outputs)),
-            layer.weight.detach(),
+            torch.cat(list(outputs)),  # depth by depth, as labels, weights, groups and noise
+            layer.weight.detach(),  # the drafter must not train the policy's output layer
             torch.cat(list(targets.labels)),
             torch.cat(weights),
             objective.loss,
@@ -155,15 +169,16 @@ class DrafterStep:
         )
 
     def _teacher_index(self, targets: DrafterTargets) -> Tensor:
-        """Return the teacher's row of each student, `[depth * t]`: depth d at t learns the distribution at t + d.
+        """Return the teacher's row of each student row, `[depth * t]`: depth d at t learns the distribution at t + d.
 
-        Rows of weight 0 may have any index.
+        It is a row of the hidden states that `learn` gathers from all context-parallel ranks; or, if the policy's loss
+        hands over its logits, a row of the policy's micro-batch. Rows of weight 0 may have any index.
         """
         device = targets.labels[0].device
         size = ps.get_context_parallel_world_size()
         rank = ps.get_context_parallel_rank()
         position = cp_index(targets.cu_seqlens_padded, rank, size).to(device)
-        last = size * len(targets.labels[0]) - 1
+        last = size * len(targets.labels[0]) - 1  # t + d can be past the end, at rows of weight 0
         depths = range(1, self.objective.depth + 1)
         teacher = torch.cat([(position + d).clamp(max=last) for d in depths])
         if targets.rows is not None and self.shares_policy_logits:
@@ -172,6 +187,8 @@ class DrafterStep:
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> Sums:
         """Compute the gradients of a micro-batch, if they are enabled. Returns sums, for `follow_rounds`, then `means`.
+
+        Collective over the context-parallel ranks. The gradients are added to those of earlier micro-batches.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
                 teacher's logits are computed; None if `student.observe` has received every row
@@ -186,12 +203,16 @@ class DrafterStep:
             sums[_TABLE] = self._predict(student, targets)
         sums |= {f"drafter/{name}": value for name, value in metrics.items()}
         sums["drafter/objective"] = loss.detach()
+        # Not in `accept_lengths` of `step.py`, nor for a drafter that is only measured.
         if loss.requires_grad:
             loss.backward()
         return sums
 
     def update(self) -> tuple[float, bool]:
-        """Reduce gradients, clip, update; return (gradient norm before clipping, updated?)."""
+        """Reduce gradients, clip, update; return (gradient norm before clipping, updated?).
+
+        Collective over the ranks that hold the drafter. No update if the norm is not finite.
+        """
         assert self.learner is not None, "a drafter that is not trained has no update"
         self.learner.finalize()
         return self.learner.step()
@@ -199,7 +220,9 @@ class DrafterStep:
     def _predict(self, student: Student, targets: DrafterTargets) -> Tensor:
         """Return accept, reach, log q and mask of this micro-batch's positions, for `follow_rounds`: `[T, D, 3F + 1]`.
 
-        Only the first rank of a context-parallel group has rows.
+        F is 1, or for coupled drafts the number of sharpnesses. `_walk` reads the last dimension in this order: accept
+        of each sharpness, reach of each, log q of each, mask. Only the first rank of a context-parallel group has rows;
+        the sums over data- and context-parallel ranks would else count them several times.
         """
         objective = self.objective
         rows = student.rows
@@ -209,7 +232,7 @@ class DrafterStep:
         if objective.coupled:
             if targets.seeds is not None:
                 trained &= (targets.seeds >= 0)[:, None]
-            # all ranks sum the same arrays, also one whose samples have no seeds
+            # F is 1 where this rank's samples have no seeds. The sums need the same shapes on all ranks.
             accept = accept.expand(-1, -1, len(SHARPNESS))
             reach = reach.expand(-1, -1, len(SHARPNESS))
             logq = logq.expand(-1, -1, len(SHARPNESS))
@@ -221,8 +244,9 @@ class DrafterStep:
         return table
 
 
-_TABLE = "prediction/table"  # of a micro-batch, until `follow_rounds`
-_PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
+# Keys of a micro-batch's sums: what `_predict` returns, which `follow_rounds` replaces by the three others
+_TABLE = "prediction/table"
+_PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")  # fields of `Prediction`, in order
 
 
 def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:
@@ -230,41 +254,49 @@ def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:
 
     steps  drafts of a round, as `DrafterObjective.predicted_steps`
 
-    The host follows the rounds. It waits for the device once, here, and not in every micro-batch.
+    Call it once a step, after the last micro-batch: the copy of all tables to the host waits for the device.
     """
-    tables = [each.pop(_TABLE) for each in sums if _TABLE in each]
+    # Either every micro-batch has a table, or none has.
+    tables = [micro_batch.pop(_TABLE) for micro_batch in sums if _TABLE in micro_batch]
     if not tables:
         return
     on_host = torch.cat(tables).cpu().split([len(table) for table in tables])
-    for each, table in zip(sums, on_host, strict=True):
+    for micro_batch, table in zip(sums, on_host, strict=True):
         for name, x in _walk(table, steps).items():
-            each[name] = to_device(x, tables[0].device)
+            micro_batch[name] = to_device(x, tables[0].device)
 
 
 def _walk(table: Tensor, steps: tuple[int, ...]) -> Sums:
-    """Sum predicted acceptance over the rows of a micro-batch's table where a round may start."""
+    """Sum predicted acceptance over the rows of a micro-batch's table where a round may start.
+
+    table  as `_predict` returns it, on the CPU
+
+    Returns float64 arrays, F sharpnesses first: reached and accepted `[F, K, max(steps)]`, by_logq `[F, 2, BINS]`.
+    """
+    # Rounds may draft more than the trained depths.
     columns = [deepen(column, max(steps)) for column in table.unbind(2)]
     mask = columns.pop()
     factors = len(columns) // 3
-    found: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED}
+    predicted: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED}
     for factor in range(factors):
         accept, reach, logq = columns[factor::factors]
         reached, accepted, starts = walk(accept, reach, mask, steps)
         chances = by_logq(logq, accept, reach, mask, starts)
         for name, value in zip(_PREDICTED, (reached, accepted, chances), strict=True):
-            found[name].append(value)
-    return {name: torch.stack(values) for name, values in found.items()}
+            predicted[name].append(value)
+    return {name: torch.stack(values) for name, values in predicted.items()}
 
 
 def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
     """Remove the prediction for `steps` from the step's reduced sums and return it.
 
-    Returns None if there is none, or if the loss was not finite. Every pipeline stage may call it.
+    Call it before `objectives.means`, which cannot average these sums. Returns None if there is no prediction, or if
+    the drafter's loss was not finite. It communicates with no other rank.
     """
-    found = [totals.pop(name, []) for name in _PREDICTED]
-    if not found[0] or not math.isfinite(totals["drafter/objective"][0]):
+    arrays = [totals.pop(name, []) for name in _PREDICTED]  # flattened by the reduction
+    if not arrays[0] or not math.isfinite(totals["drafter/objective"][0]):
         return None
-    return Prediction.of_sums(steps, *found)
+    return Prediction.of_sums(steps, *arrays)
 
 
 def objective_of(
@@ -280,7 +312,7 @@ def objective_of(
     steps     drafts of a round that engines may be told
     coupled   whether engines with the position-keyed verifier draft with its noise
     """
-    # The teacher's distribution is then the one that rollouts draw from.
+    # Without filters, rollouts draw from the teacher's own distribution.
     unfiltered = sampling.top_p >= 1 and sampling.top_k < 0 and sampling.min_p == 0
     sampled = sampling.temperature > 0 and unfiltered
     loss: Any = drafter.loss
@@ -292,13 +324,13 @@ def objective_of(
         depth_decay=drafter.depth_decay,
         predicted_steps=tuple(sorted({k for k in steps if k > 0})),
         sampled=sampled,
-        # Greedy rollouts have no noise.
+        # Greedy rollouts have no noise that a draft could share.
         coupled=coupled and verifier == "position_keyed" and sampling.temperature > 0,
     )
 
 
 def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
-    """Gather `[t, ...]` of all context-parallel ranks, in the order of the packed batch."""
+    """Gather `[t, ...]` of all context-parallel ranks, `[T, ...]` in the order of the packed batch. Collective."""
     group = ps.get_context_parallel_group()
     if group.size() == 1:
         return x

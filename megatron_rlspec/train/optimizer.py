@@ -43,7 +43,7 @@ class Part:
 
     experts    True: the experts, which are split over expert-parallel ranks; False: all other parameters
     optimizer  Megatron's; it has no parameters on a pipeline stage without experts
-    replicas   the ranks that hold the same shard
+    replicas   the ranks that hold the same shard; `checkpoint.py` names files by the rank in this group
     """
 
     experts: bool
@@ -63,14 +63,15 @@ class Part:
 class Learner:
     """A module with its own gradient buffers and its own AdamW. One-dimensional parameters have no weight decay.
 
-    `pipelined` says whether the module is split over pipeline stages (the policy) or whole on this one (the drafter).
-    Gradient norm and finalisation run over the ranks that hold a part of it, and only these construct a Learner.
+    One step: `zero_grad`, backward passes through `ddp`, `finalize`, `step`. `finalize` and `step` are collective over
+    the ranks that hold a part of the module; construct a Learner on exactly these.
 
-    `overlap`: gradients are summed over replicas while the last micro-batch's backward still computes; the schedule
-    must run the other micro-batches in `ddp.no_sync()`. The drafter is one layer, and its backward runs in each
-    micro-batch: no overlap.
-
-    `pace`: the rate decays by this learner's updates, if it has any: the drafter can have several in a step, or none.
+    pipelined  True: the module is split over pipeline stages (the policy). False: it is whole on this one (the drafter)
+    overlap    sum gradients over replicas while the last micro-batch's backward still computes. The schedule must run
+               the other micro-batches in `ddp.no_sync()`. Not for the drafter: its backward runs outside the schedule
+    pace       the rate decays by the updates of this learner, if it has any; None: by the learner's own. The drafter
+               can have several updates in a step, or none, and follows the policy
+    steps      updates so far, also those before a resume (`checkpoint.load`)
     """
 
     def __init__(
@@ -83,25 +84,26 @@ class Learner:
         pace: Learner | None = None,
     ) -> None:
         dtype = module.config.params_dtype
-        low = dtype == torch.bfloat16
+        is_bfloat16 = dtype == torch.bfloat16
         if adam.distributed and dtype == torch.float64:
             raise ValueError(
                 "optimizer.distributed keeps gradients in float32; with model.dtype=float64 it must be off"
             )
-        if adam.offload and not low:
+        if adam.offload and not is_bfloat16:
             raise ValueError(
                 f"optimizer.offload needs model.dtype=bfloat16, whose weights have float32 copies; got {dtype}"
             )
+        # None is off: what `auto` means is decided before (`memory_choices.with_distributed`).
         adam = adam.model_copy(update={"distributed": bool(adam.distributed)})
         self.adam = adam
         self.pipelined = pipelined
-        self.steps = 0  # updates of this run
+        self.steps = 0
         self._pace = pace or self
-        self._offloaded = False
+        self._offloaded = False  # whether `release_memory` moved the optimizer to the host
         self.ddp = DistributedDataParallel(
             module.config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=low,
+                grad_reduce_in_fp32=is_bfloat16,
                 use_distributed_optimizer=adam.distributed,
                 overlap_grad_reduce=overlap,
             ),
@@ -112,7 +114,7 @@ class Learner:
             weight_decay=adam.weight_decay,
             adam_beta2=adam.beta2,
             clip_grad=adam.clip_grad,
-            bf16=low,
+            bf16=is_bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=adam.distributed,
         )
@@ -122,7 +124,13 @@ class Learner:
         self.optimizer = ChainedOptimizer([part.optimizer for part in self.parts])
 
     def _part(self, config: MegatronConfig, *, experts: bool) -> Part:
-        # get_megatron_optimizer() communicates over all ranks; only those of the last pipeline stage have a drafter.
+        """Build one part as Megatron's `get_megatron_optimizer` does.
+
+        That function communicates over all ranks, and only those of the last pipeline stage have a drafter. So this
+        calls the private function behind it, with groups of the ranks that have the module.
+        """
+        # replicas: whose gradients are summed. shards: over which squared norms are summed (`stage`: of this pipeline
+        # stage, `all_stages`: of all). instance: all ranks that have a part of the module.
         if experts:
             replicas = ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)
             replicas_gloo = ps.get_expert_data_parallel_group_gloo(
@@ -147,13 +155,13 @@ class Learner:
             instance = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
         groups = _groups(self.ddp, config, experts=experts)
         with warnings.catch_warnings():
-            # a stage without experts
+            # Megatron warns of a stage without experts, which is no mistake.
             warnings.filterwarnings("ignore", message=".*there is no optimizer on RANK")
             optimizer = _get_megatron_optimizer_based_on_param_groups(
                 config=config,
                 model_chunks=[self.ddp],
                 param_groups=groups,
-                per_model_buffers={
+                per_model_buffers={  # by the index in `model_chunks`
                     0: self.ddp.expert_parallel_buffers if experts else self.ddp.buffers
                 },
                 model_parallel_group=shards,
@@ -167,8 +175,9 @@ class Learner:
     def release_memory(self) -> None:
         """Free the gradient buffers and, with `optimizer.offload`, move Adam's state and float32 weights to the host.
 
-        The next `zero_grad` takes all of it back.
+        The next `zero_grad` takes all of it back; no backward pass may run before it.
         """
+        # The storage, not the tensor: gradients of parameters and buckets are views that must stay valid.
         for gradients in self._gradients():
             gradients.untyped_storage().resize_(0)
         if self.adam.offload and not self._offloaded:
@@ -176,6 +185,7 @@ class Learner:
             self._offloaded = True
 
     def zero_grad(self) -> None:
+        """Zero the gradients, after taking back what `release_memory` freed or moved."""
         if self._offloaded:
             self.optimizer.restore_from_cpu()
             self._offloaded = False
@@ -192,7 +202,11 @@ class Learner:
         return [buffer.grad_data for buffer in buffers]
 
     def finalize(self, *_: Any, **__: Any) -> None:
-        """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings."""
+        """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings.
+
+        Megatron's schedule calls it with the model and its count of tokens. Both are ignored: losses are divided by the
+        step's count already.
+        """
         if self.pipelined:
             finalize_model_grads([self.ddp])
         else:
@@ -200,7 +214,11 @@ class Learner:
             _allreduce_non_tensor_model_parallel_grads([self.ddp], self.ddp.config)
 
     def step(self, allowed: bool = True) -> tuple[float, bool]:
-        """Clip and update; return (gradient norm before clipping, updated?). No update if the norm is not finite."""
+        """Clip and update; return (gradient norm before clipping, updated?). No update if the norm is not finite.
+
+        allowed  False: no update. It must be equal on all ranks
+        """
+        # The norm is collective, so every rank computes it, also without an update.
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not (allowed and math.isfinite(norm)):
@@ -209,7 +227,7 @@ class Learner:
             for part in self.parts:
                 parameters = part.optimizer.get_parameters()
                 clip_grad_by_total_norm_fp32(parameters, self.adam.clip_grad, norm)
-        self.steps += 1
+        self.steps += 1  # before `rate`, which is then above 0 in the first update of a warm-up
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
@@ -224,20 +242,24 @@ class Learner:
             warmup = min(1.0, self.steps / adam.warmup_steps)
         decay = 1.0
         if adam.decay_steps:
-            paced_steps = self._pace.steps or self.steps
+            paced_steps = self._pace.steps or self.steps  # a policy that is not trained has no steps
             decay = max(0.1, 1 - 0.9 * paced_steps / adam.decay_steps)
         return adam.lr * min(warmup, decay)
 
 
 def _is_expert(parameter: Tensor) -> bool:
-    """Return whether Megatron marks the parameter as an expert's: its replicas are other ranks than the others'."""
+    """Return whether the parameter is an expert's. Under expert parallelism Megatron gives it `allreduce=False`."""
     return not getattr(parameter, "allreduce", True)
 
 
 def _groups(
     ddp: DistributedDataParallel, config: MegatronConfig, *, experts: bool
 ) -> list[dict[str, Any]]:
-    """Make Megatron's parameter groups: matrices, and parameters without weight decay; none without parameters."""
+    """Make Megatron's parameter groups: matrices, and parameters without weight decay; [] without parameters.
+
+    `step` reads "wd_mult" and sets "lr"; the other keys are those that Megatron's optimizer expects. The order of the
+    groups is part of a checkpoint (`checkpoint._tensors`).
+    """
     common = {
         "lr_mult": 1.0,
         "is_expert_parallel": experts,

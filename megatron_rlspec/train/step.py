@@ -58,7 +58,18 @@ from megatron_rlspec.types import PackedBatch, Scope
 class Trainer:
     """Policy, drafter and their optimizers on this rank. Every method is collective: all ranks must call it.
 
-    `hf_config` is the parsed config.json. Without `config.drafter.train` there is no drafter at all.
+    hf_config      the parsed config.json; with an EAGLE-3 drafter's under `DRAFTER`
+    table          names of the tensors of policy and drafter, and how they are cut over ranks
+    learner        the policy's gradient buffers and optimizer
+    drafter        None on all pipeline stages but the last, and without `drafter.train`; so are `drafter_step` and
+                   `drafter_learner`
+    prediction     of the next rollout's acceptance, by the last step, the same on every rank; None after a step
+                   that is not GRPO or trains no drafter
+    totals         sums of the newest step over all ranks, for `objectives.means`; read by `train/updates.py`
+    sharpness      of coupled drafts (`types.SHARPNESS`), by the newest prediction that has one; None before it
+    temperature    at which policy and drafter are trained
+    reference      None before `keep_reference`
+    embedding      what the drafter reads, `[V / tensor, H]`, detached; see `embedding_for_drafter`
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any]) -> None:
@@ -85,25 +96,25 @@ class Trainer:
             config.spec.verifier,
             coupled=config.spec.drafts == "coupled",
         )
-        self._words: Tensor | None = None  # ids that drafts are chosen from; None: all
+        self._draft_ids: Tensor | None = None  # of the draft vocabulary, `[S]` int64; None: all tokens
         if config.drafter.train and self.last_stage:
-            seed = config.train.seed + 1  # a random stream of its own
+            # With the policy's seed, both would begin with the same random numbers.
+            seed = config.train.seed + 1
             drafter = build_drafter(self.model_config, hf_config, seed)
             self.drafter = drafter.to(self.device)
             self.drafter_step = DrafterStep(
                 self.drafter, config.drafter, config.optimizer, self._objective, pace=self.learner
             )
-        # After the models are built: layers with experts copy the configuration that they are built from.
+        # Only after the models are built. Megatron's layers with experts make a deep copy of this configuration; with
+        # these methods in it, the copy would contain the learner and its model.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
-        # of the next rollout's acceptance, by the last GRPO step
         self.prediction: Prediction | None = None
-        # sums of the newest step over all ranks, for `objectives.means`
         self.totals: dict[str, list[float]] = {}
-        self.sharpness: float | None = None  # of coupled drafts, as measured last
-        # at which policy and drafter are trained; greedy rollouts have 0
+        self.sharpness: float | None = None
+        # Greedy rollouts have temperature 0, by which logits cannot be divided.
         self.temperature = config.rollout.temperature or 1.0
-        self.reference: Reference | None = None  # after `keep_reference`
+        self.reference: Reference | None = None
         self.embedding: Tensor | None = None
         self.refresh_embedding()
 
@@ -112,15 +123,16 @@ class Trainer:
         return None if self.drafter_step is None else self.drafter_step.learner
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
-        """Load the weights of a checkpoint; with `fresh_drafter` without its MTP tensors, which may be missing.
+        """Load full tensors under Hugging Face names. Raises CheckpointError if one is missing or has another shape.
 
-        `fresh_drafter` leaves the drafter and its optimizer as they are.
+        `fresh_drafter` leaves the drafter and its optimizer as they are; its tensors may be missing.
         """
         learners = self.learners()
         if fresh_drafter:
             learners.pop("drafter", None)
         modules = [learner.ddp.module for learner in learners.values()]
         shards.load(self.table, modules, self.model_config, tensors)
+        # Copies the weights to the optimizer's float32 copies; the next update would else write the old weights back.
         for learner in learners.values():
             learner.optimizer.reload_model_params()
         self.refresh_embedding()
@@ -134,11 +146,12 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""
+        # `load` compares the keys of `_layout` only, so the sharpness may differ.
         state = self._layout() | {"sharpness": self.sharpness}
         checkpoint.save(directory, self.learners(), state)
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`, by as many ranks in the same layout. Raises ValueError if anything differs."""
+        """Continue from `save`, by as many ranks in the same layout. Raises CheckpointError if anything differs."""
         checkpoint.load(directory, self.learners(), self._layout())
         self.sharpness = read_object(directory / checkpoint.LAYOUT)["sharpness"]
         self.refresh_embedding()
@@ -153,6 +166,8 @@ class Trainer:
         logprob_gap: float = math.inf,
     ) -> dict[str, float]:
         """Take one optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
+
+        All ranks of a pipeline must have the same number of micro-batches. {} if nothing is trained.
 
         train_policy  False: the policy only computes hidden states; only the drafter learns
         train_drafter False: the drafter does not run
@@ -173,36 +188,44 @@ class Trainer:
         losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run(batches, losses, forward_only=not train_policy)
         predicted_steps = self._objective.predicted_steps
+        # First the tables of predictions become sums: `reduce_sums` needs equal shapes in all micro-batches.
         follow_rounds(sums, predicted_steps)
         self.totals = reduce_sums(sums)
         self.learn_prediction(prediction_of(self.totals, predicted_steps))
         metrics = means(self.totals)
         if train_policy:
-            agree = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
+            # These metrics are reduced over all ranks, so all ranks update or none does. SFT has no gap; a NaN is
+            # not `<=`, so it skips the update, too.
+            gap_allowed = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             finite = math.isfinite(metrics["policy/loss"])
-            norm, updated = self.learner.step(allowed=agree and finite)
+            norm, updated = self.learner.step(allowed=gap_allowed and finite)
             metrics["policy/grad_norm"] = norm
             metrics["policy/skipped"] = float(not updated)
             metrics["policy/lr"] = self.learner.rate()
+        # By the options, not by `self.drafter`: the stages without a drafter receive its metrics here.
         if self.config.drafter.train and train_drafter:
             metrics |= self._update_drafter()
         if train_policy:
             self.refresh_embedding()
         return metrics
 
-    def set_draft_vocabulary(self, words: np.ndarray) -> None:
-        """Train the drafter on `words`, the ids that engines choose drafts from, in later steps."""
-        self._words = torch.from_numpy(words)
+    def set_draft_vocabulary(self, draft_ids: np.ndarray) -> None:
+        """Train the drafter on the draft vocabulary `[S] int64` in later steps: the ids that engines draft from."""
+        self._draft_ids = torch.from_numpy(draft_ids)
         if self.drafter_step is not None:
-            self.drafter_step.words = self._words
+            self.drafter_step.words = self._draft_ids
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """Return log-probabilities of labels at the rollouts' temperature, `[T]` per micro-batch; 0 if not trained."""
+        """Return log-probabilities of labels at `temperature`, on the CPU, `[T]` per micro-batch; 0 if not trained.
+
+        They are the same on all pipeline stages, in float32, or in float64 for a model in float64.
+        """
         self.policy.eval()
         rows = self.read(batches, self._report_logprobs)
         if self.last_stage:
             rows = [row.cpu() for row in rows]
         else:
+            # To receive what `policy_logprobs` returns on the last stage: shape and dtype must be equal there.
             exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
             rows = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
         return [_from_last_stage(row) for row in rows]
@@ -213,11 +236,13 @@ class Trainer:
     ) -> dict[int, float]:
         """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
 
-        The texts are the policy's own. Drafts are coupled, with the best sharpness, if spec.drafts says so and the
-        texts' seeds are known; else the likeliest tokens. `batches` have a depth of max(steps), for a repeated layer.
+        The policy must have generated the texts. Drafts are coupled, with the best sharpness, if spec.drafts says so
+        and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed with
+        depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers. No weight changes.
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)
+        # "ce" and sampled=False: a draft is accepted where it is the text's own token, so no teacher is needed.
         objective = replace(
             self._objective,
             depth=max(steps),
@@ -227,6 +252,7 @@ class Trainer:
             sampled=False,
             coupled=self._objective.coupled and seeds_known,
         )
+        # A shallow copy has the same weights; the objective of the training steps stays.
         replay = copy.copy(self.drafter_step)
         if self.drafter is not None and replay is not None:
             self.drafter.eval()
@@ -241,7 +267,7 @@ class Trainer:
         return {k: prediction.tokens_per_round(k) for k in steps}
 
     def learn_prediction(self, prediction: Prediction | None) -> None:
-        """Set the `prediction` of the next rollout's acceptance, and the sharpness of its drafts."""
+        """Set `prediction`, and the `sharpness` of drafts if the prediction has one."""
         self.prediction = prediction
         if prediction is not None:
             self.sharpness = prediction.sharpness or self.sharpness
@@ -251,25 +277,31 @@ class Trainer:
         self.reference = Reference(self)
 
     def refresh_embedding(self) -> None:
-        """Update `embedding`, which the drafter reads."""
+        """Update `embedding` after the policy's weights have changed; it broadcasts between pipeline stages."""
         if self.config.drafter.train:
             self.embedding = embedding_for_drafter(self.policy, self.embedding)
 
     def learners(self) -> dict[str, Learner]:
-        """Return the learners of policy and drafter on this rank."""
+        """Return the learners on this rank, "policy" and "drafter"; checkpoint files begin with these names."""
         learners = {"policy": self.learner}
         if self.drafter_learner is not None:
             learners["drafter"] = self.drafter_learner
         return learners
 
     def run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
-        """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, on the last stage."""
+        """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, [] on other stages.
+
+        loss          called on the last stage as loss(batch, packed, hidden `[T, 1, H]`); returns (the loss, whose
+                      backward the schedule runs; a token count, which nothing reads; the report)
+        forward_only  run no backward of the policy
+        """
 
         def forward(iterator: Iterator[PackedBatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
             packed = describe(batch, self.model_config, self.rope, self.device)
             tokens = to_device(batch.tokens, self.device)
             positions = to_device(batch.position_ids, self.device)
+            # Not around the schedule: `loss` runs the drafter's backward, also where only the drafter is trained.
             with torch.set_grad_enabled(not forward_only):
                 hidden = model(tokens[None], positions[None], None, packed_seq_params=packed)
             return hidden, partial(loss, batch, packed)
@@ -279,13 +311,17 @@ class Trainer:
             data_iterator=iter(batches),
             model=[self.learner.ddp],
             num_microbatches=len(batches),
+            # With several stages Megatron exchanges the real lengths (`variable_seq_lengths` in `model.py`).
             seq_length=max(len(batch.tokens) for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def read(self, batches: Sequence[PackedBatch], report: Callable[..., Any]) -> list[Any]:
-        """Run the policy without gradients; return `report(batch, packed, hidden)` of each, on the last stage."""
+        """Run the policy without gradients; return `report(batch, packed, hidden)` of each, [] on other stages.
+
+        `hidden` is `[T, 1, H]`. The caller sets train or eval mode.
+        """
 
         def loss(batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> tuple:
             with torch.no_grad():
@@ -303,8 +339,8 @@ class Trainer:
         parallel = self.config.parallel
         drafter = self.config.drafter
         layout: dict[str, Any] = {}
-        if drafter.train and DRAFTER in self.hf_config and self._words is not None:
-            layout["eagle3"] = eagle3_identity(self.hf_config, self._words)
+        if drafter.train and DRAFTER in self.hf_config and self._draft_ids is not None:
+            layout["eagle3"] = eagle3_identity(self.hf_config, self._draft_ids)
         return layout | {
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
@@ -324,8 +360,12 @@ class Trainer:
         packed: PackedSequences,
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Sums]:
-        """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward."""
-        hidden = hidden[:, 0]
+        """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward.
+
+        The order is fixed. The student exists before the policy's loss, which hands it every chunk of its logits (the
+        teacher's). The drafter's loss is complete only after the last chunk.
+        """
+        hidden = hidden[:, 0]  # `[T, 1, H]` to `[T, H]`
         # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
         temperature = 1.0 if objective == "sft" and train_policy else self.temperature
         layer = self.output_layer(temperature)
@@ -345,12 +385,12 @@ class Trainer:
             compute = OBJECTIVES[objective]
             loss, sums = compute(layer, batch, hidden, self.config.algorithm, observe)
         elif observe is not None:
-            # the same chunks of logits as with the policy's loss, so the same bits
+            # Only for `observe`. In the same chunks as with the policy's loss, so the drafter learns the same bits.
             with torch.no_grad():
                 layer.logprobs(batch, hidden, observe=observe)
         if step is not None and student is not None:
             teacher_hidden = None
-            if observe is None:
+            if observe is None:  # then `learn` computes the teacher's logits itself
                 teacher_hidden = _drafter_rows_of(batch, hidden)
             sums |= step.learn(student, targets, teacher_hidden)
         return loss, torch.zeros((), dtype=torch.int), sums
@@ -366,10 +406,11 @@ class Trainer:
         if eagle3 or batch.drafter_part is not None:
             hidden = _drafter_rows_of(batch, hidden)
             batch = batch.drafter_part or batch
-            # of the drafter's heads
+            # Other sequences than the policy's, or another number of key/value heads: another plan of attention.
             packed = describe(batch, self.drafter.config, self.rope, self.device)
         tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
         positions = to_device(batch.position_ids, self.device)
+        # `detach`: no gradient of the drafter may reach the policy. Through DDP, whose hooks fill its gradient buffers.
         module = self.drafter_learner.ddp
         return module(hidden.detach(), tokens, self.embedding, positions, packed)
 
@@ -394,10 +435,11 @@ class Trainer:
         outputs = self._draft(batch, packed, hidden)
         layer = self.output_layer(self.temperature)
         student = step.student(outputs, targets, layer, predict=True)
-        return step.learn(student, targets, None)
+        return step.learn(student, targets, None)  # its loss is "ce", without a teacher
 
     def _update_drafter(self) -> dict[str, float]:
-        result = [0.0, 0.0, 0.0]
+        """Update the drafter on the last stage; return its metrics on all stages."""
+        result = [0.0, 0.0, 0.0]  # of the stages without a drafter; the broadcast overwrites it
         learner = self.drafter_learner
         if self.drafter_step is not None and learner is not None:
             norm, updated = self.drafter_step.update()
@@ -408,14 +450,15 @@ class Trainer:
 
 
 def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
-    """Return the hidden states `[t, H]` of the positions that the drafter learns from."""
+    """Return the hidden states `[t, H]` of the positions in `drafter_part`; all of them if there is no such part."""
     if batch.drafter_rows is None:
         return hidden
     return hidden.index_select(0, to_device(batch.drafter_rows, hidden.device))
 
 
 def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
-    rows = batch.drafter_rows
+    """Return the targets of the samples that the drafter learns from."""
+    rows = batch.drafter_rows  # of the whole batch; `drafter_part` has none
     batch = batch.drafter_part or batch
     return DrafterTargets(
         labels=batch.drafter_labels,
@@ -429,10 +472,13 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
 
 
 def _from_last_stage(x: Tensor) -> Tensor:
-    """Return the `x` of the last pipeline stage, on every stage."""
+    """Return the `x` of the last pipeline stage, on every stage, on the CPU if there are several.
+
+    Collective over the pipeline; `x` has the same shape and dtype on all of its ranks.
+    """
     if ps.get_pipeline_model_parallel_world_size() == 1:
         return x
-    x = x.to(runtime.device())
+    x = x.to(runtime.device())  # NCCL sends no tensors of the CPU
     dist.broadcast(
         x,
         ps.get_pipeline_model_parallel_last_rank(),
