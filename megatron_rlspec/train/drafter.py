@@ -48,9 +48,14 @@ from megatron_rlspec.train.model import at_positions, taps_of
 class Drafter(MegatronModule):
     """Run D drafter steps from every position at once, all of the same layers, which subclasses have.
 
+    A subclass implements `run`, and `enter` and `leave` if its layers need them. `forward` calls `enter` once, then
+    `run` and `leave` at each depth.
+
+    policy                the policy's configuration
+    own                   the drafter's, with which its layers are built
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
     recompute             compute the layers again in the backward pass, as the policy's are
-    layers                their number
+    layers                their number; each has a chain of keys of its own
     """
 
     layers = 1
@@ -76,33 +81,41 @@ class Drafter(MegatronModule):
         tokens        of depths 1..D, `[T]` each: x_{t+d} at t
         embedding     `[V / tensor, H]`, this rank's rows, without gradient
         position_ids  `[T]`, of t
+        packed        the sequences, planned for the heads of `config`; its rotary angles are replaced at each depth
         """
         state = self._scatter(self.enter(hidden)[:, None])
         chains = [Chain() for _ in range(self.layers)]
         out = []
-        for step, of_depth in enumerate(tokens):
-            positions = position_ids + step
-            embedded = embed(of_depth, embedding)
+        for step, depth_tokens in enumerate(tokens):
+            positions = position_ids + step  # as in the engine: depth d at t runs at t + d - 1
+            embedded = embed(depth_tokens, embedding)
             if self.zero_first_embedding:
                 embedded = embedded.masked_fill((positions == 0)[:, None], 0)
-            here = at_positions(packed, positions, self.config, self.rope)
-            state = self._depth(state, self._scatter(embedded[:, None]), here, chains)
+            rotated = at_positions(packed, positions, self.config, self.rope)
+            state = self._depth(state, self._scatter(embedded[:, None]), rotated, chains)
+            # The layers have stored their keys in the chains, as a side effect of `_depth`.
             chains = [chain.next() for chain in chains]
             out.append(self._gather(self.leave(state))[:, 0])
         return out
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return the first layer's hidden state `[T, H]`."""
+        """Return the first layer's hidden state `[T, H]` from `forward`'s `hidden`."""
         return hidden
 
     def run(
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
-        """Run the layers, each with its chain; return what the next depth reads, `[T, 1, H]`."""
+        """Run the layers at one depth, each with its chain, in which it stores its keys and values.
+
+        state     `[T, 1, H]`, what the depth before returned, or `enter`; under sequence parallelism this rank's rows
+        embedded  as `state`, the embeddings of this depth's tokens
+
+        Returns what the next depth reads, shaped as `state`.
+        """
         raise NotImplementedError
 
     def leave(self, state: Tensor) -> Tensor:
-        """Return the input of the output layer."""
+        """Return the input of the output layer from what `run` returned, in the same shape."""
         return state
 
     def _depth(
@@ -110,17 +123,19 @@ class Drafter(MegatronModule):
     ) -> Tensor:
         inputs = (state, embedded, packed, chains)
         if self.recompute and torch.is_grad_enabled():
-            # Nothing inside is random, so no generator is restored. A layer stores its chain's keys as a side effect;
-            # recomputation overwrites them with the same values.
+            # Nothing inside is random, so no generator is restored. A layer stores its chain's keys as a side effect.
+            # Recomputation in the backward pass overwrites them with the same values.
             return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
         return self.run(*inputs)
 
     def _scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's rows of `x [T, 1, H]` under sequence parallelism."""
         if not self.config.sequence_parallel:
             return x
         return scatter_to_sequence_parallel_region(x)
 
     def _gather(self, x: Tensor) -> Tensor:
+        """Return the rows of all tensor-parallel ranks, `[T, 1, H]`."""
         # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
         if not self.config.sequence_parallel:
             return x
@@ -137,7 +152,7 @@ class MTPDrafter(Drafter):
         own = replace(
             config,
             mtp_num_layers=1,
-            recompute_granularity=None,
+            recompute_granularity=None,  # `Drafter` recomputes by itself, so Megatron must not
             recompute_method=None,
         )
         super().__init__(config, own, Rope.of(hf_config))
@@ -152,6 +167,7 @@ class MTPDrafter(Drafter):
     def run(
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
+        # Not the block's forward: that shifts the tokens and looks up embeddings by itself, for one depth a layer.
         layer = self.mtp.layers[0]
         return layer._proj_and_transformer_layer(
             state, embedded, packed_seq_params=_chained(packed, chains[0])
@@ -161,11 +177,10 @@ class MTPDrafter(Drafter):
 class Eagle3Drafter(Drafter):
     """An EAGLE-3 drafter (Li et al. 2025, arXiv 2503.01840) as SGLang's `models/llama_eagle3.py` computes it.
 
-    There is mostly one layer. The residual stream begins with `fc` of the hidden states of n layers
-    of the policy, which may be normed, each or all together. The attention of the first layer reads the norms of
-    embedding and hidden state side by side. The next depth reads the output before the final norm, or behind it with
-    `norm_output`.
-    The output layer is the drafter's own, over the words of drafts, and whole on every tensor-parallel rank.
+    Most of these drafters have one layer. The residual stream begins with `fc` of the hidden states of n layers of the
+    policy, which may be normed, each or all together. The attention of the first layer reads the norms of embedding and
+    hidden state side by side. The next depth reads the output before the final norm, or with `norm_output` after it.
+    The output layer is the drafter's own, over the draft vocabulary, and whole on every tensor-parallel rank.
 
     config     the policy's
     hf_config  of the policy, with the drafter's config.json under `DRAFTER`
@@ -174,7 +189,7 @@ class Eagle3Drafter(Drafter):
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], seed: int) -> None:
         drafter = hf_config[DRAFTER]
-        taps = len(taps_of(hf_config))
+        taps = len(taps_of(hf_config))  # n
         own = _eagle3_config(config, drafter)
         super().__init__(config, own, Rope.of(drafter))
         width = own.hidden_size
@@ -185,7 +200,7 @@ class Eagle3Drafter(Drafter):
         self.norm_output = bool(stated.norm_output)
         block: Any = nn.Module()
         with runtime.own_random_stream(seed):
-            # the order of these lines is that of the random numbers
+            # Do not reorder: the modules draw random numbers in this order, so another one gives other initial weights.
             block.fc = nn.Linear(taps * width, width, **plain)
             block.enorm = RMSNorm(own, width, own.layernorm_epsilon)
             block.decoder = nn.Module()
@@ -206,7 +221,7 @@ class Eagle3Drafter(Drafter):
 
     @property
     def head(self) -> Tensor:
-        """Return the output layer, `[words, H]`."""
+        """Return the output layer `[S, H]`, a row for each id of the draft vocabulary; read by `DrafterStep`."""
         return self.eagle_module.eagle_output_layer.weight
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -223,6 +238,7 @@ class Eagle3Drafter(Drafter):
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
         decoder = self.eagle_module.decoder
+        # `NormBesideEmbedding` reads it within the call of the layer below.
         decoder.layers[0].input_layernorm.embedded = self.eagle_module.enorm(embedded)
         for layer, chain in zip(decoder.layers, chains, strict=True):
             state, _ = layer(
@@ -239,17 +255,18 @@ class Eagle3Drafter(Drafter):
 
 
 def _norm_before_fc(config: TransformerConfig, width: int) -> RMSNorm:
-    """Build a norm whose rows are whole on every rank, also under sequence parallelism: so are its gradients."""
+    """Build a norm of `width` channels for inputs that `Policy.taps` has gathered."""
     norm = RMSNorm(config, width, config.layernorm_epsilon)
+    # Every rank has all rows, so its gradient is already whole. With True, Megatron would sum it over the ranks.
     norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
     return norm
 
 
 def _chained(packed: PackedSequences, chain: Chain) -> PackedSequences:
     """Return `packed` for the layer whose keys `chain` holds."""
-    here = copy.copy(packed)
-    here.chain = chain
-    return here
+    chained = copy.copy(packed)  # the layers share the caller's `packed`
+    chained.chain = chain
+    return chained
 
 
 def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> TransformerConfig:
@@ -278,6 +295,7 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
         pipeline_model_parallel_size=1,  # the last stage has all of it
         recompute_granularity=None,
         recompute_method=None,
+        # The layers are local ones on every device (`layer_specs.eagle3_spec`): their activation is in the spec.
         use_te_activation_func=True,
         bias_activation_fusion=False,
     )
@@ -288,7 +306,10 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
 def build_drafter(
     config: TransformerConfig, hf_config: Mapping[str, Any], seed: int
 ) -> MTPDrafter | Eagle3Drafter:
-    """Build the drafter of the model that `hf_config` describes, with random weights."""
+    """Build the drafter of the model that `hf_config` describes, with random weights; `config` is the policy's.
+
+    The caller's generators stay as they are.
+    """
     if DRAFTER in hf_config:
         return Eagle3Drafter(config, hf_config, seed)
     return MTPDrafter(config, hf_config, seed)
@@ -301,6 +322,7 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
     with torch.no_grad():
         if size == 1:
             return F.embedding(tokens, weight)
+        # Each token's row is on one rank. The other ranks contribute zeros to the sum.
         local = tokens - rank * weight.shape[0]
         elsewhere = (local < 0) | (local >= weight.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), weight)

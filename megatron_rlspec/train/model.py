@@ -36,11 +36,11 @@ from megatron_rlspec.types import PackedBatch
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """Megatron's configuration, and the share of a head's channels that is rotated.
+    """Megatron's configuration, and two settings of rotary embeddings that attention layers read from it.
 
-    Megatron passes that share to its model classes; our core attention needs it in the configuration.
-
-    yarn_rotary_scaling_factor  Megatron's attention multiplies cosine and sine by what YaRN makes of it; 1: nothing
+    rotary_percent              the share of a head's channels that is rotated. Megatron passes it to its model classes;
+                                our core attention finds it here (`at_positions`)
+    yarn_rotary_scaling_factor  read by Megatron's attention, which derives YaRN's factor on cosine and sine; 1: none
     """
 
     rotary_percent: float = 1.0
@@ -52,7 +52,7 @@ def transformer_config(
     model: ModelConfig,
     parallel: ParallelConfig,
 ) -> DecoderConfig | MLATransformerConfig:
-    """Describe the decoder of a family that is trained to Megatron. Call after `init_distributed`.
+    """Return Megatron's configuration of the model that a config.json describes. Call after `init_distributed`.
 
     Raises ConfigError for a setting that is not implemented, such as a sliding window, and for a size that the
     parallel layout does not divide.
@@ -62,8 +62,8 @@ def transformer_config(
     facts = record_of(hf_config)
     heads = hf_config["num_attention_heads"]
     rope = Rope.of(hf_config)
-    # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
     devices = runtime.device_options()
+    # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
     if rope.magnitude != 1:
         devices["apply_rope_fusion"] = False
     recompute: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def transformer_config(
         **devices,
     )
     if "kv_lora_rank" in hf_config:
-        return MLATransformerConfig(**fields | latent.options(hf_config))
+        return MLATransformerConfig(**fields | latent.options(hf_config))  # `latent` replaces some
     yarn = rope.factor if rope.kind == "yarn" else 1.0
     return DecoderConfig(
         **fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn
@@ -125,6 +125,7 @@ def check(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelCo
         raise ConfigError("model.dtype=float64: Transformer Engine has no float64; use bfloat16")
     where = model.path or "the model"
     typed = check_config(hf_config, where)
+    # Checked before Megatron builds anything, so that the message can name the key of config.json.
     problems = list(experts.problems(hf_config, parallel))
     for key, size, axis in (
         ("vocab_size", typed.vocab_size, "tensor"),
@@ -140,6 +141,7 @@ def check(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelCo
 
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:
     """Return the share of a head's channels that is rotated, from 0 to 1; by default the family's."""
+    # It stands beside the settings of the rotary embedding, or among them (Transformers 5).
     stated = hf_config.get("partial_rotary_factor") or settings(hf_config).get(
         "partial_rotary_factor"
     )
@@ -147,58 +149,68 @@ def rotary_percent(hf_config: Mapping[str, Any]) -> float:
 
 
 class Taps:
-    """Keep the inputs of some layers of a model, detached, for an EAGLE-3 drafter: `taps()` after the forward pass.
+    """Capture the inputs of some layers of a model, detached, for an EAGLE-3 drafter: `taps()` after the forward pass.
 
-    layers  counted from 0, over all pipeline stages
+    layers  counted from 0, over all pipeline stages, ascending
 
     With several stages the inputs travel to the last one beside the hidden states, without a gradient: what a stage
-    passes on is wider than `[t, 1, H]`.
+    passes on is wider than `[t, 1, H]`. A later forward pass overwrites the captured inputs.
+
+    Construction changes the model: it adds hooks, and replaces `_postprocess` and `set_input_tensor` of single stages.
+    Megatron's schedule receives by the sender's shape (`variable_seq_lengths`), so a wider tensor arrives whole.
     """
 
     def __init__(self, model: GPTModel, layers: Sequence[int]) -> None:
         self._gathers = model.config.sequence_parallel
         self._width = model.config.hidden_size
-        self._inputs: dict[int, Tensor] = {}  # of this stage's layers
-        self._earlier: list[
-            Tensor
-        ] = []  # of all earlier stages', `[t, 1, n · H]`; at most one tensor
+        self._inputs: dict[int, Tensor] = {}  # of this stage's layers, `[t, 1, H]` each
+        # Inputs of all earlier stages' layers, side by side in one tensor `[t, 1, n · H]`; [] if there are none
+        self._earlier: list[Tensor] = []
         first = get_transformer_layer_offset(model.config)
         for index in layers:
             if first <= index < first + len(model.decoder.layers):
                 model.decoder.layers[index - first].register_forward_pre_hook(
-                    partial(self._keep, index), with_kwargs=True
+                    partial(self._capture, index), with_kwargs=True
                 )
         if layers and not model.post_process:
             model._postprocess = partial(self._send, model._postprocess)
         if layers and not model.pre_process:
             model.set_input_tensor = partial(self._receive, model.set_input_tensor)
 
-    def _keep(self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _capture(
+        self, index: int, layer: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        # megatron-core 0.16 passes the layer's input by name; a caller may also pass it by position.
         hidden = args[0] if args else options["hidden_states"]
         self._inputs[index] = hidden.detach()
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Return the kept inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank."""
-        inputs = torch.cat(self._kept(), -1)[:, 0]
-        if self._gathers:
+        """Return the captured inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank.
+
+        On the last pipeline stage, after its forward pass. Collective under sequence parallelism.
+        """
+        inputs = torch.cat(self._captured(), -1)[:, 0]
+        if self._gathers:  # sequence parallelism splits the tokens
             return gather_from_sequence_parallel_region(inputs)
         return inputs
 
     def _send(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Replace `GPTModel._postprocess` of a stage before the last one."""
         hidden = original(hidden_states, *args, **kwargs)
-        return torch.cat([hidden, *self._kept()], -1)
+        return torch.cat([hidden, *self._captured()], -1)
 
     def _receive(self, original: Any, input_tensor: list[Tensor | None]) -> None:
         """Replace `GPTModel.set_input_tensor` of a stage after the first one."""
-        (given,) = input_tensor
-        if given is not None:
-            self._earlier = [given[..., self._width :].detach()]
-            given = given[..., : self._width].contiguous()
-        original(given)
+        (received,) = input_tensor
+        if received is not None:  # Megatron also calls it with None
+            # `_send`: hidden states first. Autograd gives the other columns a gradient of 0.
+            self._earlier = [received[..., self._width :].detach()]
+            received = received[..., : self._width].contiguous()
+        original(received)
 
-    def _kept(self) -> list[Tensor]:
+    def _captured(self) -> list[Tensor]:
+        """Return the inputs in the order of the layers: earlier stages hold earlier layers."""
         return [*self._earlier, *(self._inputs[index] for index in sorted(self._inputs))]
 
 
@@ -208,7 +220,7 @@ class Policy(GPTModel):
     On the last pipeline stage they are `[T, 1, H]`: all T tokens of this context-parallel rank, the same on each of its
     tensor-parallel ranks. On other stages they are the input of the next stage.
 
-    With an EAGLE-3 drafter in `hf_config`, it also keeps the inputs of the layers that the drafter reads, detached.
+    With an EAGLE-3 drafter in `hf_config`, `taps` captures the inputs of the layers that the drafter reads, detached.
     """
 
     def __init__(
@@ -229,13 +241,15 @@ class Policy(GPTModel):
             rotary_base=rope.base,
             rotary_percent=rotary_percent(hf_config),
         )
-        if angles:  # Megatron's own scaling has Llama 3.1's other settings built in
+        # Our frequencies replace Megatron's: its own scaling has fixed settings, those of Llama 3.1.
+        if angles:
             frequencies = self.rotary_pos_emb.inv_freq
             ours = rope.frequencies(2 * len(frequencies), frequencies.device)
             self.rotary_pos_emb.inv_freq = ours
         self.taps = Taps(self, taps_of(hf_config))
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Replace Megatron's, which computes logits: return the hidden states of all tokens."""
         if self.post_process and self.config.sequence_parallel:
             # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
             return gather_from_sequence_parallel_region(
@@ -259,19 +273,21 @@ def embedding_for_drafter(model: GPTModel, copy: Tensor | None) -> Tensor | None
 
     copy  what this returned before; None at first
 
-    Collective over the first and the last pipeline stage; None on the stages between them.
+    Call it after each update of the policy: a copy does not follow the weights. Collective over the first and the last
+    pipeline stage. On other stages than the last the result is not for a drafter, and may be None.
     """
     if ps.get_pipeline_model_parallel_world_size() == 1:
         return model.embedding.word_embeddings.weight.detach()
     last = ps.is_pipeline_last_stage()
     if model.share_embeddings_and_output_weights:
+        # Megatron keeps a copy of a tied embedding on the last stage, as the output layer.
         return head_weight(model).detach() if last else None
     if not last and not ps.is_pipeline_first_stage():
         return None
     if not last:
         copy = model.embedding.word_embeddings.weight.detach()
     elif copy is None:
-        copy = torch.empty_like(head_weight(model)).detach()
+        copy = torch.empty_like(head_weight(model)).detach()  # embedding and head have the same shape
     first = ps.get_pipeline_model_parallel_first_rank()
     dist.broadcast(copy, src=first, group=ps.get_embedding_group())
     return copy
@@ -286,15 +302,21 @@ def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def eagle3_identity(hf_config: Mapping[str, Any], vocabulary: Tensor) -> str:
-    """Return in what a resumed EAGLE-3 drafter must equal the saved one; `vocabulary [S]`: ids that it drafts from."""
-    words = zlib.crc32(vocabulary.numpy().tobytes())
-    return f"EAGLE-3 of the layers {list(taps_of(hf_config))} and the words {words:08x}"
+    """Return in what a resumed EAGLE-3 drafter must equal the saved one; `vocabulary`: its draft ids, `[S] int64`.
+
+    The text is part of `layout.json` in checkpoints: if it changes, older checkpoints cannot be resumed.
+    """
+    checksum = zlib.crc32(vocabulary.numpy().tobytes())
+    return f"EAGLE-3 of the layers {list(taps_of(hf_config))} and the words {checksum:08x}"
 
 
 def describe(
     batch: PackedBatch, config: TransformerConfig, rope: Rope, device: torch.device
 ) -> PackedSequences:
-    """Describe the packed sequences of a micro-batch to attention."""
+    """Describe the packed sequences of a micro-batch to attention, with each token's rotary angles, on `device`.
+
+    config  of the model that attends; policy and drafter may differ in key/value heads and rotated channels
+    """
     cp_size = ps.get_context_parallel_world_size()
     cp_rank = ps.get_context_parallel_rank()
     groups = config.num_query_groups // config.tensor_model_parallel_size
@@ -305,7 +327,8 @@ def describe(
 def at_positions(
     packed: PackedSequences, positions: Tensor, config: TransformerConfig, rope: Rope
 ) -> PackedSequences:
-    """Return the same sequences with rotary angles for `positions [T]`."""
+    """Return the same sequences with rotary angles for `positions [T]`: the tokens' own, or a drafter depth's."""
+    # The channels of a head that are rotated. A configuration of slime has no `rotary_percent`.
     if config.multi_latent_attention:
         dims = config.qk_pos_emb_head_dim
     else:

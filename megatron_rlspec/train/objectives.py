@@ -21,7 +21,7 @@ from megatron_rlspec.losses.logprobs import Observer, policy_logprobs
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch
 
-Sums = dict[str, Tensor]
+Sums = dict[str, Tensor]  # of one micro-batch on one rank, detached, by the names of the metrics
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class OutputLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probability of every trained label and the entropy, `[T]`; 0 where nothing is trained.
 
-        The entropy is 0, too, if it is not asked for.
+        The entropy is 0 without `with_entropy`, which costs time. `hidden [T, H]`: after the policy's final norm.
         """
         return policy_logprobs(
             hidden,
@@ -62,7 +62,7 @@ def sft(
     algorithm: AlgorithmConfig,
     observe: Observer | None,
 ) -> tuple[Tensor, Sums]:
-    """Compute cross-entropy on the trained tokens."""
+    """Return the cross-entropy of the trained tokens, and its sums. `algorithm` is for GRPO only."""
     logprobs, _ = layer.logprobs(batch, hidden, observe=observe)
     weight = to_device(batch.loss_mask * batch.policy_weight, hidden.device)
     loss = -(logprobs * weight).sum() / batch.counts["policy"]
@@ -76,25 +76,28 @@ def grpo(
     algorithm: AlgorithmConfig,
     observe: Observer | None,
 ) -> tuple[Tensor, Sums]:
-    """Compute the loss of `losses/grpo.py` on the distribution that the engines sample from."""
+    """Return the loss of `losses/grpo.py`, and its sums. `layer` has the temperature that the engines sample at.
+
+    Collective over context-parallel ranks with algorithm.ratio="sequence".
+    """
     logprobs, entropy = layer.logprobs(batch, hidden, with_entropy=True, observe=observe)
     group = ps.get_context_parallel_group()
 
     def over_context(x: Tensor) -> Tensor:
-        x = x.clone()
+        x = x.clone()  # all_reduce writes in place
         dist.all_reduce(x, group=group)
         return x
 
-    own = None
+    user_loss = None
     if custom.is_function(algorithm.loss):
-        own = custom.load("algorithm.loss", algorithm.loss)
+        user_loss = custom.load("algorithm.loss", algorithm.loss)
     total, sums = policy_loss(
         logprobs,
         entropy,
         batch,
         algorithm,
         sequence_sum=over_context if group.size() > 1 else None,
-        own=own,
+        own=user_loss,
     )
     loss = total / batch.counts["policy"]
     records = {"policy/loss": loss.detach()}
@@ -103,21 +106,26 @@ def grpo(
 
 
 OBJECTIVES = {"sft": sft, "grpo": grpo}
+# Sums of the drafter with an entry a depth: the metrics of `losses/drafter.Student`. `means` divides them by the
+# drafter's tokens, and all others by the policy's.
 PER_DEPTH = {
     f"drafter/{name}"
     for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")
 }
-LOSSES = {"policy/loss", "drafter/objective"}  # divided by the count of their update
+LOSSES = {"policy/loss", "drafter/objective"}  # already divided by the count of their update
 
 
 def means(totals: dict[str, list[float]]) -> dict[str, float]:
-    """Turn sums into means over trained tokens, the drafter's per depth (`drafter/match_1`, ...)."""
+    """Turn sums into means over trained tokens, the drafter's per depth (`drafter/match_1`, ...).
+
+    totals  by `reduce_sums`. Not divided: losses and numbers of tokens. A new sum of the drafter belongs in `PER_DEPTH`
+    """
     metrics: dict[str, float] = {}
     for name, values in totals.items():
         if name in LOSSES or name == "policy/tokens":
             counts = [1.0]
         elif name == "drafter/ce" and "drafter/covered" in totals:
-            # labels among the words of drafts; the others have no cross-entropy
+            # Labels in the draft vocabulary. The others have no cross-entropy.
             counts = totals["drafter/covered"]
         elif name in PER_DEPTH:
             counts = totals["drafter/tokens"]
@@ -132,11 +140,11 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
 def filled(
     batches: Sequence[PackedBatch], field: str, logprobs: Sequence[Tensor]
 ) -> list[PackedBatch]:
-    """Return the batches with these log-probs, `[T]` for each, in a field."""
+    """Return the batches with these log-probs, `[T]` for each, in `field`: "old_logprobs" or "reference_logprobs"."""
     complete = []
     for batch, values in zip(batches, logprobs, strict=True):
-        given: dict[str, Any] = {field: values}
-        complete.append(replace(batch, **given))
+        change: dict[str, Any] = {field: values}
+        complete.append(replace(batch, **change))
     return complete
 
 
@@ -151,10 +159,17 @@ def total_of(updates: Sequence[dict[str, list[float]]]) -> dict[str, list[float]
 
 
 def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
-    """Sum over micro-batches, then over data- and context-parallel ranks; every rank of these must call it."""
+    """Sum over micro-batches, then over data- and context-parallel ranks; every rank of these must call it.
+
+    sums  of at least one micro-batch. All of them, on all ranks, must have the same names in the same order and the
+          same shapes: the values travel in one array, without names
+
+    Returns each value flattened. Tensor-parallel ranks have equal sums and are not added.
+    """
     shapes = {name: value.shape for name, value in sums[0].items()}
     rows = []
     for micro_batch in sums:
+        # float64, in which counts of tokens stay exact
         rows.append(torch.cat([value.double().flatten() for value in micro_batch.values()]))
     flat = torch.stack(rows).sum(0)
     dist.all_reduce(flat, group=ps.get_data_parallel_group(with_context_parallel=True))
@@ -163,7 +178,7 @@ def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
 
 
 def reduce_sums(sums: list[Sums]) -> dict[str, list[float]]:
-    """Broadcast the last pipeline stage's `sum_over_replicas` to the other stages."""
+    """Return the last pipeline stage's `sum_over_replicas` on all ranks. Collective; `sums` is [] on other stages."""
     box = [sum_over_replicas(sums) if ps.is_pipeline_last_stage() else {}]
     if ps.get_pipeline_model_parallel_world_size() > 1:
         group = ps.get_pipeline_model_parallel_group()

@@ -1,4 +1,8 @@
-"""The weights that the policy is compared with: for the KL penalty, and to measure how far the policy has moved."""
+"""The weights that the policy is compared with: for the KL penalty, and to measure how far the policy has moved.
+
+There is one model on the device. The reference's weights lie on the CPU, and change places with the policy's while the
+reference computes.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,15 @@ from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.objectives import Sums, filled, reduce_sums
 from megatron_rlspec.types import PackedBatch
 
-ROWS = 512  # tokens of a micro-batch whose distributions `drift` compares
+# The most tokens of a micro-batch whose distributions `drift` compares. One array `[ROWS, V / tensor]` for each
+# micro-batch is in memory at once.
+ROWS = 512
 
 
 class Reference:
     """A copy of a `Trainer`'s policy on the CPU, made at construction. Every method is collective."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any) -> None:  # a Trainer; `step.py` imports this module
         self._trainer = trainer
         self._copies = []  # (tensor of the policy, its copy on the CPU)
         policy = trainer.policy
@@ -34,7 +40,10 @@ class Reference:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Exchange the policy's values and the copies' values during the block, bit for bit."""
+        """Give the policy the reference's values during the block, and its own back afterwards, bit for bit.
+
+        Nothing may update the policy inside the block: the optimizer's float32 weights are not exchanged.
+        """
         self._exchange()
         try:
             yield
@@ -44,7 +53,7 @@ class Reference:
     def _exchange(self) -> None:
         for tensor, copy in self._copies:
             present = tensor.detach().to("cpu", copy=True)
-            tensor.data.copy_(copy)
+            tensor.data.copy_(copy)  # in place: Megatron's buffers and views of the parameter must stay
             copy.copy_(present)
 
     @torch.no_grad()
@@ -54,7 +63,7 @@ class Reference:
             return self._trainer.logprobs(batches)
 
     def filled(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """Return the batches with the log-probs of the reference."""
+        """Return the batches with the log-probs of the reference, which the KL penalty reads."""
         return filled(batches, "reference_logprobs", self.logprobs(batches))
 
     @torch.no_grad()
@@ -69,9 +78,10 @@ class Reference:
         self._trainer.policy.eval()
         with self._in_place():
             rows = self._trainer.read(batches, self._report_distribution)
+        # The schedule runs micro-batches in the same order again, so each takes the next array.
         report = partial(self._report_drift, iter(rows))
         totals = reduce_sums(self._trainer.read(batches, report))
-        (tokens,) = totals.pop("drift/tokens")
+        (tokens,) = totals.pop("drift/tokens")  # popped, so that the others are divided by it
         return {name: values[0] / max(tokens, 1.0) for name, values in totals.items()}
 
     def _report_distribution(
@@ -98,7 +108,10 @@ class Reference:
         }
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
-        """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens."""
+        """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens.
+
+        hidden  `[T, 1, H]`. The choice of tokens depends on the batch only, so policy and reference have the same ones
+        """
         layer = self._trainer.output_layer(self._trainer.temperature)
         group = ps.get_tensor_model_parallel_group()
         head = VocabParallelHead.of(layer.weight, layer.temperature, group)

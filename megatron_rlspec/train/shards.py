@@ -1,4 +1,8 @@
-"""Load full Hugging Face tensors into this job's shards, and export them."""
+"""Load full Hugging Face tensors into this job's shards, and export them.
+
+The names of tensors, and how each is cut over tensor-parallel ranks, are in the name table (`models/names.py`). This
+module knows which rank holds which layers and experts. Its functions talk over Megatron's process groups.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,16 @@ from megatron_rlspec.types import Scope
 def family(hf_config: Mapping[str, Any]) -> NameTable:
     """Return the name table of this job's modules, for a drafter of one MTP layer, or an EAGLE-3 drafter."""
     spec: Literal["te", "local"] = "te" if runtime.has_transformer_engine() else "local"
+    # A checkpoint may have more MTP layers, or none. The job trains one, or an EAGLE-3 drafter in its place.
     layers = 0 if DRAFTER in hf_config else 1
     return name_table({**hf_config, "num_nextn_predict_layers": layers}, spec=spec)
 
 
 def global_name(name: str, config: TransformerConfig) -> str:
-    """Return the canonical name of this rank's parameter, with global layer and expert numbers."""
+    """Return the canonical name of this rank's parameter, with global layer and expert numbers.
+
+    Megatron numbers the layers of each pipeline stage, and the experts of each rank, from 0.
+    """
     offset = get_transformer_layer_offset(config)
     first_expert = ps.get_expert_model_parallel_rank() * _experts_of_a_rank(config)
     name = later(LAYER, canonical(name), offset)
@@ -46,9 +54,13 @@ def load(
     config: TransformerConfig,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Copy every tensor that this rank holds a shard of, cast to its type.
+    """Copy every tensor that this rank holds a shard of into `modules`, cast to its type. It does not communicate.
 
-    Raises CheckpointError where `tensors` lacks one, or has it in another shape.
+    config   Megatron's, of the policy, also for a drafter's module
+    tensors  full ones, under Hugging Face names
+
+    Raises CheckpointError where `tensors` lacks one (before it copies any), or has it in another shape. Optimizers do
+    not follow: call their `reload_model_params`.
     """
     parameters: dict[str, Tensor] = {}
     for module in modules:
@@ -90,8 +102,10 @@ def export(
 
     They are copies on the CPU; if `live`, they are on this rank's device and may be parameters: read them before the
     next step. Every rank must exhaust it, because it communicates. `drafter` is None on all but the last pipeline
-    stage. One replica of the experts takes part: without expert parallelism, one replica of everything.
+    stage.
     """
+    # One replica of the experts takes part: without expert parallelism, one replica of everything. Whole process groups
+    # stay out, so nobody waits for them. Rank 0 is in the replica that takes part.
     if ps.get_expert_data_parallel_rank() != 0:
         return
     stages = ps.get_pipeline_model_parallel_world_size()
@@ -106,7 +120,7 @@ def export(
             if dist.get_rank() != 0:
                 continue
             for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
-                if not live:  # the next step changes the parameter itself
+                if not live:  # an unsharded tensor can be the parameter itself, which the next step changes
                     tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
                 yield hf, tensor.contiguous()
 
@@ -130,6 +144,9 @@ def _gathered(
     """Yield the shards of all tensor-parallel ranks, on every rank, of each tensor of a pipeline stage; collective.
 
     shards  this rank's, by global name, if it is one of the stage; else empty
+
+    All ranks of a stage must have the same names in the same order, up to the numbers of experts: they gather tensor by
+    tensor. An expert's name stands for the experts at the same local index on all expert-parallel ranks.
     """
     pipeline = ps.get_pipeline_model_parallel_group()
     source = dist.get_process_group_ranks(pipeline)[stage]
@@ -145,6 +162,7 @@ def _gathered(
             shard = torch.empty(shape, dtype=dtype, device=device)
         if pipeline.size() > 1:
             dist.broadcast(shard, src=source, group=pipeline)
+        # An expert's group has the expert-parallel ranks, too, each with its tensor-parallel ranks side by side.
         names = _of_all_ranks(name, config)
         group = ps.get_tensor_model_parallel_group()
         if len(names) > 1:
@@ -153,21 +171,21 @@ def _gathered(
         if group.size() > 1:
             parts = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(parts, shard, group=group)
-        for i, each in enumerate(names):
-            yield each, parts[i * size : (i + 1) * size]
+        for i, global_of_rank in enumerate(names):
+            yield global_of_rank, parts[i * size : (i + 1) * size]
 
 
 def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
-    """Return, for the expert `name` of this rank, the expert of every expert-parallel rank at the same local index.
+    """Return, for the expert `name` of this rank, the names on all expert-parallel ranks at the same local index.
 
     For a tensor that is not an expert's, return [name]: all these ranks hold the same one.
     """
     size = ps.get_expert_model_parallel_world_size()
     if size == 1 or not EXPERT.search(name):
         return [name]
-    here = ps.get_expert_model_parallel_rank()
-    each = _experts_of_a_rank(config)
-    return [later(EXPERT, name, (rank - here) * each) for rank in range(size)]
+    this_rank = ps.get_expert_model_parallel_rank()
+    per_rank = _experts_of_a_rank(config)
+    return [later(EXPERT, name, (rank - this_rank) * per_rank) for rank in range(size)]
 
 
 def _experts_of_a_rank(config: TransformerConfig) -> int:

@@ -36,9 +36,10 @@ _META = torch.device("meta")
 class Stage:
     """One rank of a pipeline stage.
 
-    policy, drafter  parameters on this rank
-    counted          parameters of policy and drafter on all ranks of the stage, each one once
-    memory           at a step's peak
+    layers           of the policy, from 0 over all stages
+    policy, drafter  number of parameters on this rank
+    counted          number of parameters (policy, drafter) on all ranks of the stage, each one once
+    memory           bytes at a step's peak
     """
 
     layers: range
@@ -63,6 +64,7 @@ def parameters(built: list[Stage]) -> tuple[int, int]:
 def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int) -> Stage:
     parallel = config.parallel
     last = stage == parallel.pipeline - 1
+    # Megatron numbers ranks stage by stage, so this is the stage's first rank.
     with _fake_rank(config, world, rank=stage * world // parallel.pipeline):
         trainer = Trainer(config, hf_config)
         policy = _count(trainer.table, trainer.policy, trainer.model_config)
@@ -70,19 +72,20 @@ def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
         if trainer.drafter is not None:
             drafter = _count(trainer.table, trainer.drafter, trainer.model_config)
         counted = _of_all_ranks(policy, parallel)
-        copied = 0
-        if stage and last:
+        copied = 0  # bytes of weights that are no parameters
+        if stage and last:  # with several stages: see `train.model.embedding_for_drafter`
             head = trainer.policy.head_weight()
             if trainer.policy.share_embeddings_and_output_weights:
-                counted -= parallel.tensor * head.numel()  # the first stage has it, too
+                # The embedding's copy on this stage. The first stage has counted it.
+                counted -= parallel.tensor * head.numel()
             elif trainer.drafter is not None:
                 copied = head.nbytes  # the drafter's copy of the embedding
     experts = policy["experts"] + drafter["experts"]
     memory = rank_memory(config, world, (policy + drafter).total() - experts, experts)
     in_step = activation_bytes(config, hf_config, stage)
-    each = trainer.model_config.num_layers // parallel.pipeline
+    per_stage = trainer.model_config.num_layers // parallel.pipeline
     return Stage(
-        range(stage * each, (stage + 1) * each),
+        range(stage * per_stage, (stage + 1) * per_stage),
         policy.total(),
         drafter.total(),
         (counted, _of_all_ranks(drafter, parallel)),
@@ -111,12 +114,15 @@ def _count(table: NameTable, module: nn.Module, config: Any) -> Counter[str]:
 
 
 def _of_all_ranks(sizes: Counter[str], parallel: ParallelConfig) -> int:
-    """Count every parameter of a module once."""
+    """Count every parameter of a module once; `sizes` by `_count`."""
     return parallel.tensor * (sizes["cut"] + parallel.expert * sizes["experts"]) + sizes["whole"]
 
 
 def _untrained(learner: Any, module: nn.Module, *_: Any, **__: Any) -> None:
-    """Stand in for `Learner.__init__`: no optimizer."""
+    """Replace `Learner.__init__`: no gradient buffers and no optimizer, whose memory `rank_memory` computes.
+
+    `Trainer.__init__` reads nothing else of a learner.
+    """
     learner.ddp = module
 
 
@@ -127,13 +133,14 @@ def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
     The process must have no other process group, and CUDA_VISIBLE_DEVICES must have been empty when it imported torch.
     """
     parallel = config.parallel
+    # Of the real machine, with layers that create their weights on the (fake) GPU and do not fill them.
     options = runtime.device_options()
     options |= {"use_cpu_initialization": False, "perform_initialization": False}
     replaced = [
         (runtime, "device", lambda: _META),
-        (runtime, "device_options", options.copy),
+        (runtime, "device_options", options.copy),  # the caller changes what it gets
         (Learner, "__init__", _untrained),
-        # where Megatron's layers put their weights
+        # Megatron's layers put their weights there.
         (torch.cuda, "current_device", lambda: _META),
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -149,7 +156,7 @@ def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
         with ExitStack() as stack:
             for owner, name, value in replaced:
                 stack.enter_context(mock.patch.object(owner, name, value))
-            stack.enter_context(_META)
+            stack.enter_context(_META)  # for tensors that are built without a device
             yield
     finally:
         runtime.shut_down()
