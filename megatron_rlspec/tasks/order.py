@@ -1,4 +1,7 @@
-"""The order in which rows of data are drawn, epoch after epoch, which a resumed run continues exactly."""
+"""The order in which rows of data are drawn, epoch after epoch, which a resumed run continues exactly.
+
+`DataError` is here because this module imports no other one of the package.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,21 @@ import numpy as np
 class DataError(ValueError):
     """A row, file or tokenizer cannot be used. The message is one line: where, what is wrong, what was expected."""
 
-    exit_code = 2
+    exit_code = 2  # of the command (`cli.py`)
 
 
 @dataclass
 class Order:
     """The order in which `size` rows are drawn, epoch after epoch. With `shuffle` it depends on (seed, epoch).
 
-    No step has a row twice unless it takes more rows than there are. At the end of an epoch a row that the step has
-    already is put off: it is `late`, and comes first in the next step. `restore(state)` continues exactly at the place
-    of `state()`, also within an epoch. There is at least one row.
+    No step has a row twice unless it takes more rows than there are. A step that reaches the next epoch can meet a row
+    that it has already. That row is put off: it is in `late`, and comes first in the next step. `restore(state)`
+    continues exactly at the place of `state()`, also within an epoch.
+
+    size      number of rows, at least one
+    epoch     from 0
+    position  in the epoch, of the row that is next after those in `late`
+    late      rows that were put off, oldest first
     """
 
     size: int
@@ -30,23 +38,24 @@ class Order:
     epoch: int = 0
     position: int = 0
     late: list[int] = field(default_factory=list)
-    _permutation: tuple[int, list[int]] = (-1, [])  # an epoch, and its order
+    # A cache: an epoch, and its order. It follows from seed and epoch, so `state` leaves it out.
+    _permutation: tuple[int, list[int]] = (-1, [])
 
     def take(self, count: int, beside: Iterable[int] = ()) -> list[int]:
         """Return the next `count` indices of a step that has the rows `beside` already."""
         taken: list[int] = []
-        held = set(beside)
+        in_step = set(beside)
         while len(taken) < count:
-            if len(held) == self.size:  # every row is in the step
-                held = set()
-            taken.append(self._next(held))
-            held.add(taken[-1])
+            if len(in_step) == self.size:  # the step has every row; from here on it repeats rows
+                in_step = set()
+            taken.append(self._next(in_step))
+            in_step.add(taken[-1])
         return taken
 
-    def _next(self, held: Collection[int]) -> int:
-        """Return the next row that is not held. At least one must not be."""
+    def _next(self, in_step: Collection[int]) -> int:
+        """Return the next row that is not in the step. There must be one, or this does not end."""
         for place, row in enumerate(self.late):
-            if row not in held:
+            if row not in in_step:
                 return self.late.pop(place)
         while True:
             row = self._of_epoch()[self.position]
@@ -54,12 +63,12 @@ class Order:
             if self.position == self.size:
                 self.epoch += 1
                 self.position = 0
-            if row not in held:
+            if row not in in_step:
                 return row
             self.late.append(row)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`."""
+        """Return the state for `restore`, as JSON; it is a part of checkpoints."""
         place = {"epoch": self.epoch, "position": self.position, "late": list(self.late)}
         return place | {"seed": self.seed, "size": self.size}
 
@@ -73,10 +82,11 @@ class Order:
         self.late = list(state["late"])
 
     def _of_epoch(self) -> list[int]:
-        """Return the order of the present epoch."""
+        """Return the rows in the order of the present epoch."""
         if self._permutation[0] != self.epoch:
             rows = np.arange(self.size)
             if self.shuffle:
+                # Changing this generator changes the order of every run, also of one that is resumed.
                 rows = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
             self._permutation = self.epoch, rows.tolist()
         return self._permutation[1]

@@ -1,4 +1,7 @@
-"""Read the rows of JSON and Parquet files, and of data sets on the Hub."""
+"""Read the rows of JSON and Parquet files, and of data sets on the Hub.
+
+A row is a dict of columns, whose values are checked in `columns.py`. Rows are yielded one by one as they are read.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ from megatron_rlspec.config.base import shown
 from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.texts import first_line
 
-Rows = Iterator[tuple[str, dict[str, Any]]]
-MOST_BYTES = 1 << 32  # of a file that is read whole
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place begins error messages
+MOST_BYTES = 1 << 32  # of a JSON array, which is read whole
 
 
 def read_rows(source: str | Path) -> Rows:
     """Yield (place, row) of every row. The place is "file:line", or "source: row n" where there are no lines.
 
     source  files, separated by commas, or patterns of their names; or NAME?OPTION=VALUE of a data set on the Hub, with
-            the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE
+            the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE. An existing file
+            is that file, whatever characters its name has
 
     Raises DataError, and FileError for what is no JSON.
     """
     for file in _files(str(source)):
-        reader = None if "?" in file else READERS.get(Path(file).suffix)
+        reader = None if "?" in file else READERS.get(Path(file).suffix)  # None: a data set on the Hub
         if Path(file).is_dir():
             raise DataError(f"{file}: a directory; expected files, such as {file}/train-*.parquet")
         if reader is None and Path(file).exists():
@@ -41,10 +45,12 @@ def read_rows(source: str | Path) -> Rows:
 
 
 def _files(source: str) -> Iterator[str]:
+    """Yield the names in `read_rows`'s `source`, with patterns expanded in alphabetical order."""
     if Path(source).exists():
         yield source
         return
     for part in source.split(","):
+        # A question mark begins the options of a data set, so it is no pattern here.
         named = sorted(glob(part)) if has_magic(part) and "?" not in part else [part]
         if not named:
             raise DataError(f"{part}: no file has such a name")
@@ -52,6 +58,7 @@ def _files(source: str) -> Iterator[str]:
 
 
 def _hub_rows(source: str) -> Rows:
+    """Read a data set on the Hub; its split is "train" unless the options name another."""
     expected = f"expected a file whose name ends in {', '.join(READERS)}, or a data set on the Hub"
     try:
         from datasets import load_dataset
@@ -74,7 +81,7 @@ def _jsonl_rows(path: Path) -> Rows:
             where = f"{path}:{number}"
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            if line.strip():
+            if line.strip():  # an empty line is no row, but counts as a line
                 yield where, json_row(where, line)
 
 
@@ -90,13 +97,14 @@ def json_row(where: str, line: bytes) -> dict[str, Any]:
 
 
 def _object(where: str, row: Any) -> dict[str, Any]:
+    """Return the row if it is a JSON object. Raises DataError."""
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object (got {shown(row)})")
     return row
 
 
 def _json_rows(path: Path) -> Rows:
-    """Read one array of rows, or a row a line: files of both kinds have this name."""
+    """Read one array of rows, or one row on each line: files of both kinds end in .json."""
     with path.open("rb") as file:
         begin = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
     if not begin.startswith(b"["):
@@ -108,6 +116,7 @@ def _json_rows(path: Path) -> Rows:
 
 
 def _parquet_rows(path: Path) -> Rows:
+    # imported only for a Parquet file
     import pyarrow
     import pyarrow.parquet
 
@@ -122,4 +131,5 @@ def _parquet_rows(path: Path) -> Rows:
         raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
 
 
+# by the end of a file's name; error messages list these ends
 READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}

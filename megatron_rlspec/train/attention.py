@@ -3,10 +3,11 @@
 In a layer spec it replaces Megatron's DotProductAttention, which supports neither packing nor context parallelism, or
 Transformer Engine's. It also applies the rotary embedding, from each token's position. It takes any float type.
 
-A query row attends to the rows of its own sequence up to itself. At depths above 1 the drafter also attends to one
-key of each earlier depth, its chain. The first part is one call of a fused kernel (`batched.py` on a CPU, `varlen.py`
-elsewhere), which stores no mask and no score matrix. The log-sum-exps of the parts join them, as in ring attention. The
-backward of a part needs only the joined output and log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1).
+A query row attends to the rows of its own sequence up to itself; in the drafter these keys are depth 1's. At a depth d
+above 1 it also attends to one key of each of the depths 2 to d, at its own row: the chain. The first part is one call
+of a fused kernel (`batched.py` on a CPU without context parallelism, `varlen.py` elsewhere), which stores no mask and
+no score matrix. The log-sum-exps of the parts join them, as in ring attention. The backward of a part needs only the
+joined output and log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1).
 
 Shapes: t tokens of this rank, T = t · context-parallel size, n query heads and g key/value heads of this
 tensor-parallel rank, d channels of a head.
@@ -36,11 +37,13 @@ from megatron_rlspec.train.varlen import Varlen
 
 @dataclass
 class Chain:
-    """The (key, value) pairs of the drafter's depths, all rotated.
+    """The (key, value) pairs of one drafter layer at all its depths, the keys rotated.
 
-    base   those of depth 1, `[T, g, d]`, in the order of ranks; None while depth 1 itself runs
+    base   those of depth 1, `[T, g, d]`, in the order of context-parallel ranks; None while depth 1 itself runs
     links  those of depths 2..d - 1, `[t, g, d]` each
-    made   those of the current depth, set when its layer has run
+    made   those of the current depth, set by `PackedAttention.forward`; read by `next`
+
+    The policy's layers have an empty chain, as at depth 1. Gradients flow through all pairs.
     """
 
     base: tuple[Tensor, Tensor] | None = None
@@ -57,7 +60,12 @@ class Chain:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """`PackedSeqParams` with the additional inputs of `PackedAttention`: plan, rotary factors, the drafter's chain."""
+    """`PackedSeqParams` with the additional inputs of `PackedAttention`. Transformer Engine reads the inherited fields.
+
+    plan      which keys each query attends to
+    cos, sin  of the rotary angles, `[t, 1, r / 2]`, set by `model.at_positions`
+    chain     of the layer that runs
+    """
 
     plan: Batched | Varlen | None = None
     cos: Tensor | None = None
@@ -85,11 +93,12 @@ def packed_sequences(
 def rotary_factors(
     positions: Tensor, dims: int, rope: Rope, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin `[t, 1, dims / 2]` of the rotary angles, in float32 as Transformers and SGLang compute them.
+    """Return cos and sin `[t, 1, dims / 2]` of the rotary angles of `positions [t]`, in `dtype`.
 
     The first `dims` channels of a head are rotated.
     """
     frequencies = rope.frequencies(dims, positions.device)
+    # In float32, as Transformers and SGLang compute them, also for a model in float64: the angles must be equal.
     angles = positions.float()[:, None] * frequencies
     cos = angles.cos() * rope.magnitude
     sin = angles.sin() * rope.magnitude
@@ -99,14 +108,16 @@ def rotary_factors(
 
 
 def rotated(x: Tensor, packed: PackedSequences) -> Tensor:
-    """Rotate the first r channels of `x [t, heads, d]`, half-split, by the angles of `packed`."""
+    """Rotate the first r channels of `x [t, heads, d]` by the angles of `packed`: channel i with channel i + r / 2."""
     return _Rotate.apply(x, packed.cos, packed.sin)
 
 
 class PackedAttention(MegatronModule):
     """Causal softmax attention, `query [t, n, d]`, `key` and `value` `[t, g, d]` -> `[t, n · d]`.
 
-    `packed_seq_params` must be a `PackedSequences`. No dropout, window, sink or additive bias. Values may be narrower.
+    `packed_seq_params` must be a `PackedSequences`, whose chain gets this layer's keys and values. No dropout, window,
+    sink or additive bias. Values may have fewer channels than keys. Other arguments are those by which Megatron builds
+    and calls its core attention.
     """
 
     def __init__(
@@ -129,7 +140,7 @@ class PackedAttention(MegatronModule):
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        # whose own class rotates a part of the channels
+        # Latent attention has rotated a part of the channels already (`latent.py`).
         self.rotates = not config.multi_latent_attention
 
     def forward(
@@ -151,17 +162,19 @@ class PackedAttention(MegatronModule):
             key = rotated(key, packed)
         width = value.shape[-1]
         key_width = key.shape[-1]
-        if width < key_width:  # of latent attention; the kernels take one width
+        if width < key_width:  # in latent attention; the kernels take one width, and zeros change no other channel
             value = F.pad(value, (0, key_width - width))
         chain = packed.chain
         links: list[Tensor] = []
         if chain.base is None:
+            # Depth 1, or the policy: keys of all context-parallel ranks, whose gradients the backward sums.
             if self.cp_group.size() > 1:
                 both = torch.cat([key, value], -1)
                 both = gather_from_sequence_parallel_region(both, group=self.cp_group)
                 key, value = both.split(key_width, -1)
             chain.made = (key, value)
         else:
+            # A row attends to its own links only, so they stay on this rank.
             chain.made = (key, value)
             for pair in (*chain.links, chain.made):
                 links += pair
@@ -186,6 +199,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return a rotated copy: (first · cos - second · sin, second · cos + first · sin, rest)."""
     half = cos.shape[-1]
     sizes = [half, half, x.shape[-1] - 2 * half]
     first, second, rest = x.split(sizes, -1)
@@ -202,7 +216,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Attend(torch.autograd.Function):
     """Softmax attention of `q [t, n, d]` to the rows of `k`, `v` `[T, g, d]` that the plan names, and to the links.
 
-    `links` are pairs of `[t, g, d]`: row i of q attends to row i of each. All keys of a row share one softmax.
+    `links`: key, value, key, value, ..., `[t, g, d]` each. Row i of q attends to row i of each key. All keys of a query
+    row share one softmax.
     """
 
     @staticmethod
@@ -218,7 +233,7 @@ class _Attend(torch.autograd.Function):
         ctx.plan = plan
         ctx.scale = scale
         out, lse = plan.attend(q, k, v, scale)
-        if links:
+        if links:  # joined in the exact type of `lse`, rounded once at the end
             out = out.to(lse.dtype)
         for key, value in _pairs(links):
             score = _row_dot(q, key, lse.dtype) * scale
@@ -232,11 +247,12 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, *links = ctx.saved_tensors
         scale = ctx.scale
         grad = grad.contiguous()
+        # `out` and `lse` are those of all keys, links included, so each part's gradients follow from itself alone.
         dq, dk, dv = ctx.plan.attend_backward(grad, q, k, v, out, lse, scale)
-        gradients: list[Tensor] = []
+        gradients: list[Tensor] = []  # of the links, in their order
         if links:
             exact = lse.dtype
-            delta = (grad.to(exact) * out).sum(-1)
+            delta = (grad.to(exact) * out).sum(-1)  # Σ over keys of p · dp, for the softmax's gradient
         for key, value in _pairs(links):
             heads, groups = q.shape[1], key.shape[1]
             score = _row_dot(q, key, exact) * scale
@@ -258,7 +274,11 @@ def _pairs(links: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _join(out: Tensor, lse: Tensor, value: Tensor, score: Tensor) -> None:
-    """Add one further key of each row, of `value [t, g, d]` and `score [t, n]`, to `out` and `lse`, in place."""
+    """Add one further key of each row to the softmax: `out [t, n, d]` and `lse [t, n]`, in place.
+
+    value  `[t, g, d]`, the key's
+    score  `[t, n]`, of the query with the key, scaled
+    """
     both = torch.logaddexp(lse, score)
     share = torch.exp(lse - both)
     other_share = torch.exp(score - both)

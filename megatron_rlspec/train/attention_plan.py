@@ -27,25 +27,28 @@ def plan_attention(
     """Plan packed causal attention in the zigzag layout of context parallelism.
 
     The plan expects the key rows of all context-parallel ranks, those of rank 0 first. `cu_seqlens_padded [n + 1]` is
-    that of the whole batch, before the context split; `groups` is g. `batched`: for a CPU's kernel, the default on a
-    CPU. It serves whole sequences, so not under context parallelism.
+    that of the whole batch, before the context split; `groups` is g. `batched`: plan for the CPU's kernel, by default
+    on a CPU. That kernel needs whole sequences, so under context parallelism `batched` has no effect.
     """
     bounds = cu_seqlens_padded.tolist()
     if batched is None:
         batched = device.type == "cpu"
     if batched and cp_size == 1:
         return Batched.of(bounds, groups, device)
+    # Each sequence is split into `chunks`, of which this rank has `own_chunks` (`packing/context_parallel.py`).
     chunks = 1
     own_chunks = [0]
     order = None
     if cp_size > 1:
         chunks = 2 * cp_size
         own_chunks = [cp_rank, chunks - 1 - cp_rank]
+        # The keys arrive rank by rank. `order` maps a position of the packed batch to its row among them.
         shares = [cp_index(cu_seqlens_padded, rank, cp_size) for rank in range(cp_size)]
         order = torch.cat(shares).argsort()
     pieces = []
     for start, end in itertools.pairwise(bounds):
         rows = (end - start) // chunks
         if rows:
+            # A chunk's last row attends to all rows of the sequence up to the chunk's end.
             pieces += [(rows, start, (chunk + 1) * rows) for chunk in own_chunks]
     return Varlen.of(pieces, order, device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-# Sequences whose lengths differ by less than this share run as one padded batch.
+# A sequence joins a batch if padding takes at most this share of its batch row.
 _PADDING = 0.2
 
 
@@ -22,13 +22,14 @@ class Batched:
     """Whole sequences in padded batches, the longest first.
 
     A batch row is one sequence and one key/value head. A slot is one position of a batch row. A row of a tensor
-    `[t, heads, d]` is one token and one key/value head, with the number token · g + head.
+    `[t, heads, d]` is one token and one key/value head, with the number token · g + head. Rows become slots for the
+    kernel (`_batches`), and slots become rows (`_by_token`). `Varlen` has the same two public methods.
 
     groups   g
     shapes   (batch · g, length) of each batch
-    rows     `[slots]`, the row of each slot
-    padding  the slots without a row; they hold 0
-    slot_of  `[t · g]`, the slot of each row
+    rows     `[slots]` int64, the row of each slot, over all batches; 0 where there is none
+    padding  int64, the slots without a row; they hold 0
+    slot_of  `[t · g]` int64, the slot of each row
     """
 
     groups: int
@@ -39,12 +40,15 @@ class Batched:
 
     @classmethod
     def of(cls, bounds: Sequence[int], groups: int, device: torch.device) -> Batched:
-        """Make the batches of the sequences between `bounds`, of which one has tokens, if only padding (`pack`)."""
+        """Make the batches of the sequences between `bounds [n + 1]`, cumulative lengths. Sequences may be empty.
+
+        At least one has tokens: `packing/pack.py` gives padding to a micro-batch without samples.
+        """
         sequences = [(start, end - start) for start, end in itertools.pairwise(bounds)]
         batches: list[list[tuple[int, int]]] = []
         for sequence in sorted(sequences, key=lambda start_and_length: -start_and_length[1]):
             length = sequence[1]
-            if not length:
+            if not length:  # so are all after it: they fall in length
                 break
             if batches and length >= (1 - _PADDING) * batches[-1][0][1]:
                 batches[-1].append(sequence)
@@ -53,6 +57,7 @@ class Batched:
         shapes = []
         rows = []
         head = torch.arange(groups)[:, None]
+        # For each batch `[batch, g, longest]`: the row of each slot, -1 at padding
         for batch in batches:
             longest = batch[0][1]
             position = torch.arange(longest)
@@ -79,7 +84,7 @@ class Batched:
         for q_b, k_b, v_b in self._batches(q, k, v):
             out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
                 q_b, k_b, v_b, 0.0, True, scale=scale
-            )
+            )  # no dropout, causal
             outs.append(out)
             lses.append(lse[..., None])
         return self._by_token(outs), self._by_token(lses)[..., 0]
@@ -94,10 +99,11 @@ class Batched:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys.
+        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys, the links.
 
-        torch's kernel takes several times as long for bfloat16 as for float32 where rows are few.
+        The shapes are those of `attend`.
         """
+        # Not in bfloat16: torch's kernel then takes several times as long where rows are few.
         exact = torch.promote_types(q.dtype, torch.float32)
         gradients: list[list[Tensor]] = [[], [], []]
         lse = lse[..., None]
@@ -107,6 +113,7 @@ class Batched:
                 *inputs, lse_b[..., 0], 0.0, True, scale=scale
             )
             dq = dq.to(q.dtype)
+            # `_batches` repeats a key for its query heads, so the key's gradient is the sum of theirs.
             dk = dk.to(q.dtype).sum(1, keepdim=True)
             dv = dv.to(q.dtype).sum(1, keepdim=True)
             for parts, part in zip(gradients, (dq, dk, dv), strict=True):
@@ -115,7 +122,10 @@ class Batched:
         return dq, dk, dv
 
     def _batches(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield of each batch its `[batch · g, n / g, length, d]` of every tensor; keys are repeated without a copy."""
+        """Yield for each batch every tensor as `[batch · g, n / g, length, d]`; keys are repeated without a copy.
+
+        tensors  `[t, n, d]` or `[t, g, d]`, at least one of them with n heads
+        """
         heads = max(x.shape[1] for x in tensors) // self.groups
         sizes = [batch * length for batch, length in self.shapes]
         columns = []

@@ -1,7 +1,7 @@
 """Which steps train the drafter, and how much the samples of a step weigh by their rewards. Numpy only.
 
-Our loop uses both through `extensions/drafter_schedules`.
-The denominator of the drafter's loss is the sum of the weights (`packing/pack.py`), so only their ratios matter.
+Our loop uses both through `extensions/drafter_schedules`. The denominator of the drafter's loss is the sum of the
+weights (`packing/pack.py`), so only their ratios matter.
 """
 
 from __future__ import annotations
@@ -10,35 +10,36 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-CLIP = 4.0  # a sample weighs at most so many times as much as the mean
+CLIP = 4.0  # a sample weighs at most CLIP times as much as one with the mean reward, and at least 1 / CLIP
 
 
 class EverySteps:
-    """Updates in the first step that can, and then every `every` steps.
+    """The rule of drafter.update_every: update in the first step that can, and then every `every` steps.
 
-    Rules that watch acceptance, or the time that an update saves, ended behind this one (docs/staleness.md).
+    Read `due` before a step and call `observe` after it, on every rank. Rules that watch acceptance, or the time that
+    an update saves, were worse than this one (docs/staleness.md).
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.since = every  # steps since the last update; so many at first
+        self.steps_since_update = every  # at first this many, so that the first step is due
 
     @property
     def due(self) -> bool:
-        """Return whether the next step updates the drafter. Without `observe` the answer stays."""
-        return self.since + 1 >= self.every
+        """Return whether the next step updates the drafter."""
+        return self.steps_since_update + 1 >= self.every
 
     def observe(self, updated: bool) -> None:
-        """Count a step."""
-        self.since = 0 if updated else self.since + 1
+        """Count a step that has ended; `updated`: whether it updated the drafter."""
+        self.steps_since_update = 0 if updated else self.steps_since_update + 1
 
     def state(self) -> dict[str, int]:
         """Return the state for a checkpoint."""
-        return {"since": self.since}
+        return {"since": self.steps_since_update}
 
     def restore(self, state: Mapping[str, int]) -> None:
         """Restore what `state` returned."""
-        self.since = int(state["since"])
+        self.steps_since_update = int(state["since"])
 
 
 def reward_weights(
@@ -46,9 +47,11 @@ def reward_weights(
 ) -> np.ndarray:
     """Return w(r) of each sample, `[n]` float64, all positive (ReSpec, section 5.3.1: normalised and clipped).
 
-    w(r) is r divided by the mean, clipped to [1 / CLIP, CLIP]. If some reward is negative, r minus the least one takes
-    the place of r. A sample that is not `known` (its reward failed) weighs 1 and does not enter the mean. All weights
-    are 1 if the known rewards are all equal.
+    w(r) is r divided by the mean, clipped to [1 / CLIP, CLIP]. If some reward is negative, the least one is first
+    subtracted from all. All weights are 1 if the known rewards are all equal.
+
+    known  whether each reward is known; None: all are. A sample whose reward failed weighs 1, and the mean is without
+           it
     """
     rated = np.ones(len(rewards), bool) if known is None else np.asarray(known, bool)
     weights = np.ones(len(rewards))

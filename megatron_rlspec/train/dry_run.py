@@ -1,4 +1,8 @@
-"""`rlspec train --dry-run`: print parameters and memory of a rank of each pipeline stage, in one process."""
+"""`rlspec train --dry-run`: print parameters and memory of a rank of each pipeline stage, in one process.
+
+The model is built (`stages.py`); the memory is computed (`memory_estimate.py`, `memory_choices.py`). This module joins
+both into the lines that `commands/training.py` prints. Memory is in bytes, but for `gpu_gib`.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +35,8 @@ def report(
 ) -> Iterator[str]:
     """Yield the lines that `--dry-run` prints.
 
+    world         trainer ranks of the job
+    gpu_gib       memory of each GPU; None: unknown, so nothing is checked or chosen by it
     engines_open  whether the user said neither how many engines there are nor how large they are
 
     Raises ConfigError if this layout or model cannot be trained, or if a rank or an engine needs more than `gpu_gib`.
@@ -41,6 +47,7 @@ def report(
         yield from lines
     built = stages.build(config, hf_config, world)
     largest = max((stage.memory for stage in built), key=lambda memory: memory.total)
+    # Before the table, so that a model that does not fit gets one line.
     if gpu_gib is not None:
         number = [stage.memory for stage in built].index(largest)
         who = f"--gpu-gib {gpu_gib:g}: a rank of pipeline stage {number}"
@@ -67,13 +74,17 @@ def report(
 def _settled(
     config: Config, hf_config: Mapping[str, Any], world: int, gpu: int, engines_open: bool
 ) -> tuple[Config, list[str]]:
-    """Return the configuration with what a run on `world` GPUs of one node chooses, and a line for each choice."""
+    """Return the configuration with what a run on `world` GPUs of one node chooses, and a line for each choice.
+
+    gpu  bytes of one GPU
+    """
+    # The choices need the model's size, and can change its memory: the caller builds it again with them.
     built = stages.build(config, hf_config, world)
     machine = Hardware(gpus=world, gpu=gpu, ranks=world, world=world)
     return settled(
         config,
         Fit(hf_config, sum(stages.parameters(built)), machine),
-        built[-1].memory,
+        built[-1].memory,  # the last stage has the drafter
         launches=config.rollout.engine == "sglang" and not config.rollout.urls,
         # With placement.mode=disaggregated the number of GPUs is not known.
         engines_open=engines_open and config.placement.mode != "disaggregated",
@@ -81,6 +92,7 @@ def _settled(
 
 
 def _layout(config: Config, world: int) -> str:
+    """Return a line about how the ranks split the work."""
     parallel = config.parallel
     shards = parallel.tensor * parallel.context * parallel.pipeline
     line = (
@@ -120,11 +132,14 @@ def _engines(
 ) -> Iterator[str]:
     """Yield what an engine gets on a Hopper GPU of `gpu` bytes, alone or beside the `rank` that needs most.
 
-    With `placement.mode` auto both ways are shown: which one a run takes depends on the number of its GPUs. Raises
-    ConfigError if an engine does not fit in the way that was asked for.
+    model_parameters  of policy and drafter
+
+    With placement.mode=auto the engine alone is shown, and if engines can share all ranks' GPUs, also the engine beside
+    a rank: which way a run takes depends on the number of its GPUs. Raises ConfigError if an engine does not fit in a
+    way that the user has chosen.
     """
     engine = engine_memory(config, hf_config, gpu, model_parameters)
-    trainer = rank.between_steps
+    kept_by_rank = rank.between_steps
     mode = config.placement.mode
     yield (
         f"an engine: weights {engine.weights / GIB:.2f} GiB over its {engine.tensor} GPUs, KV cache {engine.token:,} "
@@ -132,18 +147,19 @@ def _engines(
         f"{engine.attention / GIB:.2f}, with logits and prefills {engine.working / GIB:.2f}"
     )
     colocated = world == config.rollout.engines * engine.tensor
+    # How the line begins, and the bytes that a trainer rank keeps on the engine's GPU; None: no rank is there.
     ways: dict[str, int | None] = {}
     if mode != "colocated":
         ways["on GPUs of its own"] = None
     if mode == "colocated" or (mode == "auto" and colocated):
-        ways[f"beside a trainer rank that keeps {trainer / GIB:.2f} GiB"] = trainer
-    for where, of_trainer in ways.items():
+        ways[f"beside a trainer rank that keeps {kept_by_rank / GIB:.2f} GiB"] = kept_by_rank
+    for where, kept in ways.items():
         try:
-            if of_trainer is not None:
+            if kept is not None:
                 check_rank(rank, step_room(gpu, engine), "a rank beside a sleeping engine")
-            tokens = engine_share(engine, gpu, of_trainer).kv_tokens
+            tokens = engine_share(engine, gpu, kept).kv_tokens
         except ConfigError as error:
-            if mode != "auto":
+            if mode != "auto":  # with auto the run can take the other way
                 raise
             yield f"{where}: {error}"
             continue

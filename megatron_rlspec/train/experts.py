@@ -1,7 +1,7 @@
 """Mixtures of experts of GLM4-MoE and Qwen3-MoE: Megatron's options for a config.json, and the routers' biases.
 
 A router of GLM4-MoE chooses its experts by sigmoid(logits) + bias and weighs them by the sigmoids alone (DeepSeek-V3,
-arXiv 2412.19437, section 2.1.2). The bias is a buffer, which RL leaves as it is; nor is there a balancing loss, as in
+arXiv 2412.19437, section 2.1.2). The bias is a buffer, which RL leaves as it is. There is no balancing loss, as in
 slime's recipes. A router of Qwen3-MoE chooses by softmax, and has no bias.
 """
 
@@ -21,14 +21,17 @@ def count(hf_config: Mapping[str, Any]) -> int:
 
 
 def options(hf_config: Mapping[str, Any], parallel_size: int, dtype: str) -> dict[str, Any]:
-    """Return the fields of `TransformerConfig` about experts; none for a dense model.
+    """Return the fields of `TransformerConfig` about experts; {} for a dense model.
 
-    dtype  of the model
+    parallel_size  parallel.expert
+    dtype          model.dtype
+
+    Call it for a config.json without `problems`.
     """
     if not count(hf_config):
         return {}
     layers = hf_config["num_hidden_layers"]
-    dense = hf_config.get("first_k_dense_replace", 0)
+    dense = hf_config.get("first_k_dense_replace", 0)  # the first layers, which have no experts
     width = hf_config["moe_intermediate_size"]
     shared = hf_config.get("n_shared_experts") or 0
     router = _sigmoid(hf_config) if _has_bias(hf_config) else _softmax(hf_config)
@@ -36,28 +39,31 @@ def options(hf_config: Mapping[str, Any], parallel_size: int, dtype: str) -> dic
         "num_moe_experts": count(hf_config),
         "expert_model_parallel_size": parallel_size,
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width * shared or None,
+        "moe_shared_expert_intermediate_size": width * shared or None,  # Megatron makes one expert of all shared ones
         "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
         "moe_router_topk": hf_config["num_experts_per_tok"],
         "moe_router_load_balancing_type": "none",
+        # At least float32: rounding to 16 bits can change which experts are chosen.
         "moe_router_dtype": "fp64" if dtype == "float64" else "fp32",
         **router,
     }
 
 
 def _sigmoid(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of GLM4-MoE's routers."""
     groups = _groups(hf_config)
     return {
         "moe_router_num_groups": groups,
         "moe_router_group_topk": hf_config["topk_group"] if groups else None,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
+        "moe_router_bias_update_rate": 0.0,  # the bias stays
         "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor", 1.0),
     }
 
 
 def _softmax(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of Qwen3-MoE's routers."""
     # A softmax over the chosen experts alone is the softmax over all, normalised to 1 over the chosen ones.
     return {
         "moe_router_score_function": "softmax",
@@ -91,7 +97,10 @@ def problems(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> Iterator
 
 
 def biases(module: nn.Module) -> dict[str, Tensor]:
-    """Return the routers' biases by name: the buffers themselves, not copies."""
+    """Return the routers' biases by the module's names: the buffers themselves, not copies.
+
+    They belong to the weights that are loaded, exported and saved, and `named_parameters` leaves them out.
+    """
     return {
         name: buffer for name, buffer in module.named_buffers() if name.endswith(".expert_bias")
     }
@@ -103,5 +112,6 @@ def _has_bias(hf_config: Mapping[str, Any]) -> bool:
 
 
 def _groups(hf_config: Mapping[str, Any]) -> int | None:
+    """Return the number of groups of experts, of which a router first chooses some; None without groups."""
     groups = hf_config.get("n_group", 1)
     return groups if groups > 1 else None

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) of packed sequences, in policy and drafter.
 
 Megatron's `MLASelfAttention` computes the angles of the rotary embedding from the length of a sequence. The drafter's
-depths need those of given positions, so this class makes queries, keys and values itself, with the angles that
+depths need those of given positions, so `LatentAttention` makes queries, keys and values itself, with the angles that
 `PackedSequences` holds. It also sums, over tensor-parallel ranks, the gradient of the keys' rotated part, which all
 heads share: Megatron 0.16.1 leaves that out where the down projections are column-parallel.
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from megatron_rlspec.models.rope import Rope
 from megatron_rlspec.train.attention import PackedSequences, rotated
 
-# 0.16.1 takes a stand-in for Transformer Engine
+# Megatron 0.16.1 may import a placeholder in place of Transformer Engine's class, sets HAVE_TE, and then fails in
+# `isinstance(..., TELinear)`.
 if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
@@ -35,7 +36,7 @@ def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of Megatron's `MLATransformerConfig` beyond those of other models."""
     rope = Rope.of(hf_config)
     return {
-        # every head has keys of its own, up to the rotated part
+        # Every head has keys of its own; only their rotated part is shared.
         "num_query_groups": hf_config["num_attention_heads"],
         "kv_channels": hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"],
         "q_lora_rank": hf_config.get("q_lora_rank"),
@@ -45,8 +46,8 @@ def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "v_head_dim": hf_config["v_head_dim"],
         "qk_layernorm": True,
         "rope_type": "rope",
-        "apply_rope_fusion": False,
-        # Of these two Megatron makes the factor on the scores.
+        "apply_rope_fusion": False,  # `LatentAttention` rotates by itself
+        # From these two Megatron computes the factor on the scores.
         "rotary_scaling_factor": rope.factor,
         "mscale_all_dim": rope.mscale,
     }
@@ -68,26 +69,31 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         inference_context: Any = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Replace Megatron's. `hidden_states`: `[t, 1, H]`, or this rank's rows of it under sequence parallelism.
+
+        The two None are in the place of the latent vectors, which `PackedAttention` does not read.
+        """
         assert isinstance(packed_seq_params, PackedSequences)
         config = self.config
         if config.q_lora_rank is None:
             queries, _bias = self.linear_q_proj(hidden_states)
         else:
-            low = self._whole(self.linear_q_down_proj(hidden_states)[0], config.q_lora_rank)
-            normed = self.q_layernorm(self._own_rows(low, len(hidden_states)))
+            latent = self._whole(self.linear_q_down_proj(hidden_states)[0], config.q_lora_rank)
+            normed = self.q_layernorm(self._own_rows(latent, len(hidden_states)))
             queries, _bias = self.linear_q_up_proj(normed)
         parts = [config.qk_head_dim, config.qk_pos_emb_head_dim]
-        plain, turned = self._heads(queries).split(parts, -1)
-        query = torch.cat([plain, rotated(_halves(turned), packed_seq_params)], -1)
+        plain, to_rotate = self._heads(queries).split(parts, -1)
+        query = torch.cat([plain, rotated(_halves(to_rotate), packed_seq_params)], -1)
 
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        low = self._whole(self.linear_kv_down_proj(hidden_states)[0], width)
-        latent, shared = low.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
+        # One projection makes the latent vector of keys and values, and the keys' rotated part, which heads share.
+        both = self._whole(self.linear_kv_down_proj(hidden_states)[0], width)
+        latent, shared = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         normed = self.kv_layernorm(self._own_rows(latent, len(hidden_states)))
         up, _bias = self.linear_kv_up_proj(normed)
         plain, value = self._heads(up).split([config.qk_head_dim, config.v_head_dim], -1)
-        turned = rotated(_halves(self._for_all_heads(shared, len(plain))), packed_seq_params)
-        key = torch.cat([plain, turned.expand(-1, plain.shape[1], -1)], -1)
+        rotary = rotated(_halves(self._for_all_heads(shared, len(plain))), packed_seq_params)
+        key = torch.cat([plain, rotary.expand(-1, plain.shape[1], -1)], -1)
         return query, key, value, None, None
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -101,15 +107,21 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         return gather_from_tensor_model_parallel_region(x)
 
     def _own_rows(self, x: Tensor, rows: int) -> Tensor:
-        """Return the rows that sequence parallelism gives to this rank."""
+        """Return the rows that sequence parallelism gives to this rank; `x` has `rows` of them, or all.
+
+        `_whole` gathers all rows, too, where the local down projection has gathered its input.
+        """
         if len(x) == rows:
             return x
         return scatter_to_sequence_parallel_region(x)
 
     def _for_all_heads(self, x: Tensor, rows: int) -> Tensor:
-        """Return all rows `[t, 1, r]` of what the heads of all tensor-parallel ranks read."""
+        """Return all `rows` `[t, 1, r]` of what the heads of all tensor-parallel ranks read.
+
+        The backward of both branches sums the gradient over these ranks: each computes that of its own heads only.
+        """
         if len(x) != rows:
-            return gather_from_sequence_parallel_region(x)  # its backward sums over the ranks
+            return gather_from_sequence_parallel_region(x)
         return copy_to_tensor_model_parallel_region(x)
 
 

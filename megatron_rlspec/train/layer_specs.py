@@ -1,4 +1,8 @@
-"""Megatron's specs of the layers of policy and drafters: Transformer Engine's on a GPU, the local ones elsewhere."""
+"""Megatron's specs of the layers of policy and drafters: Transformer Engine's on a GPU, the local ones elsewhere.
+
+A spec names the class of each module of a layer. Megatron's functions return specs, and this module replaces single
+classes in them. Names of parameters follow from the spec (`models/names.py` has both kinds).
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,13 @@ from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNo
 
 
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """Return specs of the policy's layers and final norm on this pipeline stage."""
+    """Return specs of the policy's layers and final norm on this pipeline stage.
+
+    Core attention is Transformer Engine's with it, else `PackedAttention`.
+    """
     first = get_transformer_layer_offset(config)
     count = get_num_layers_to_build(config)
+    # For each layer of the model, 1 with experts and 0 with a plain MLP. Each kind needs one spec.
     with_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = {}
     for experts in set(with_experts):
@@ -51,6 +59,8 @@ def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodul
     layer, norm = _layer_spec(config, experts=bool(config.num_moe_experts))
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     mtp = get_mtp_layer_spec(layer, use_transformer_engine=runtime.has_transformer_engine())
+    # The norms of embedding, hidden state and output, as those of the layer. Megatron would take WrappedTorchNorm for
+    # local layers (see `layers.py`).
     mtp.submodules.enorm = mtp.submodules.hnorm = mtp.submodules.layer_norm = norm
     return MultiTokenPredictionBlockSubmodules(layer_specs=[mtp] * config.mtp_num_layers)
 
@@ -67,6 +77,7 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
+        # A copy, because callers change the spec.
         layer = copy.deepcopy(
             get_gpt_layer_with_transformer_engine_spec(**shared, moe_grouped_gemm=experts)
         )
@@ -80,7 +91,7 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
 def eagle3_spec(*, first: bool) -> ModuleSpec:
     """Return the spec of an EAGLE-3 drafter's layer. The first one's attention reads embedding and state side by side.
 
-    It is the local one on every device: Transformer Engine's joined norm and projection read one vector.
+    It is the local one on every device: Transformer Engine's fused norm and projection has one input.
     """
     layer = _local_layer_spec({"qk_layernorm": False, "num_experts": None})
     if first:
@@ -91,7 +102,12 @@ def eagle3_spec(*, first: bool) -> ModuleSpec:
 
 
 def _local_layer_spec(shared: Mapping[str, Any]) -> ModuleSpec:
+    """Return Megatron's local spec with the norms and the activation of `layers.py`.
+
+    shared  arguments of Megatron's function, without `moe_grouped_gemm` and `normalization`
+    """
     experts = shared["num_experts"] is not None
+    # A copy, because this changes the spec.
     layer = copy.deepcopy(
         get_gpt_layer_local_spec(**shared, moe_grouped_gemm=False, normalization="RMSNorm")
     )
@@ -113,5 +129,5 @@ def _local_layer_spec(shared: Mapping[str, Any]) -> ModuleSpec:
 
 
 def _submodules(spec: ModuleSpec | functools.partial) -> Any:
-    """Return the submodules of a layer spec; some specs of main (0.20) are partial calls."""
+    """Return the submodules of a layer spec. In Megatron's main branch (0.20) some specs are partial calls."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

@@ -1,7 +1,8 @@
 """Norm and activation of the local layer specs, in plain torch, with the backward written out.
 
-Transformer Engine has kernels for these. On a CPU, autograd without them would read and write every activation about
-twice as often. RMSNorm also sets the attribute that sequence parallelism needs; Megatron's WrappedTorchNorm refuses it.
+Transformer Engine has kernels for these. On a CPU, autograd without a written backward would read and write every
+activation about twice as often. RMSNorm also sets the attribute that sequence parallelism needs; Megatron's
+WrappedTorchNorm refuses it. Megatron builds the classes by the specs in `layer_specs.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron sums the gradient of such a weight over tensor-parallel ranks, which hold different tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
@@ -35,7 +37,8 @@ class RMSNorm(nn.Module):
 class NormBesideEmbedding(RMSNorm):
     """RMSNorm of a hidden state, behind an embedding: `[..., H]` to `[..., 2H]`, as EAGLE-3's attention reads them.
 
-    Megatron's layer gives its norm the hidden state alone, so the caller puts the embedding here before.
+    Megatron's layer gives its norm the hidden state alone. So `Eagle3Drafter.run` sets `embedded`, `[..., H]`, before
+    every call of the layer.
     """
 
     embedded: Tensor
@@ -45,13 +48,15 @@ class NormBesideEmbedding(RMSNorm):
 
 
 class DoubleInput(ColumnParallelLinear):
-    """Megatron's column-parallel projection of vectors of twice the width that the layer says."""
+    """A column-parallel projection for `NormBesideEmbedding`: its input is twice as wide as Megatron's layer says."""
 
     def __init__(self, input_size: int, *args: Any, **options: Any) -> None:
         super().__init__(2 * input_size, *args, **options)
 
 
 class _RMSNorm(torch.autograd.Function):
+    """`RMSNorm.forward`: x `[..., H]`, weight `[H]`. Methods that end in `_` overwrite tensors that only this has."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -63,10 +68,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        unit = x * scale  # the normalised input, in the exact type
+        unit = x * scale  # the normalised input, in float32 or float64, as `scale`
         product = unit * grad
         dweight = product.flatten(0, -2).sum(0).to(weight.dtype)
         mean = (product @ weight.to(product.dtype)).div_(x.shape[-1])[..., None]
+        # dx = scale · (grad · weight - unit · mean(unit · grad · weight))
         dx = torch.mul(grad, weight).to(unit.dtype)
         dx.addcmul_(unit, mean, value=-1).mul_(scale)
         return dx.to(x.dtype), dweight, None
@@ -80,6 +86,8 @@ class SwiGLU(MegatronModule):
 
 
 class _SwiGLU(torch.autograd.Function):
+    """`SwiGLU.forward`. Its backward writes both halves of the gradient into one tensor."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

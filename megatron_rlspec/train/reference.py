@@ -99,7 +99,7 @@ class Reference:
     ) -> Sums:
         head, logp = self._distribution(batch, hidden)
         logq = next(reference)
-        divergence = (logp.exp() * (logp - logq)).sum(-1)
+        divergence = (logp.exp() * (logp - logq)).sum(-1)  # of this rank's part of the vocabulary; summed below
         changed = head.argmax(logp) != head.argmax(logq)
         return {
             "drift/tokens": torch.tensor(len(logp), device=logp.device),

@@ -18,7 +18,7 @@ from megatron_rlspec.host import loopback, ranks
 from megatron_rlspec.host.ports import JOBS, free_port
 from megatron_rlspec.train import without_cuda
 
-LEAVING_SECONDS = 10.0  # for `leave`
+LEAVING_SECONDS = 10.0  # the longest that `leave` waits
 
 
 def device() -> torch.device:
@@ -29,13 +29,15 @@ def device() -> torch.device:
 
 
 def be_deterministic() -> None:
-    """Let kernels add in one order, and raise RuntimeError where torch has no such kernel.
+    """Let kernels add in one order, for the rest of the process.
 
-    Call it before the first product on a GPU: cuBLAS reads its variable then, and Transformer Engine's attention when
-    it is built. With `warn_only` torch's flash attention would stay as it is.
+    Call it before the first product on a GPU, when cuBLAS reads its variable, and before layers are built, when
+    Transformer Engine's attention reads its own. Later, torch raises RuntimeError in an operation that has no such
+    kernel. `warn_only` is not an option: torch's flash attention would then stay as it is.
     """
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     torch.use_deterministic_algorithms(True)
+    # No need to fill new tensors with NaN, which only helps to find reads of uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by its metaclass
 
 
@@ -50,7 +52,7 @@ def placement() -> dict[str, Any]:
 
 
 def launch_env() -> None:
-    """Set torchrun's variables, for a job of one rank, in a process that torchrun did not start."""
+    """Set torchrun's variables, for a job of one rank, in a process that torchrun did not start (it has no RANK)."""
     if "RANK" in os.environ:
         return
     os.environ |= {
@@ -63,8 +65,8 @@ def launch_env() -> None:
 
 
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
-    """Join the job, make Megatron's groups if there are none yet, and seed its random streams."""
-    without_cuda.install()
+    """Join the job, make Megatron's groups if there are none yet, and seed its random streams. Collective."""
+    without_cuda.install()  # first: on a machine without a GPU, all else needs its replacements
     if not parallel_state.model_parallel_is_initialized():
         _create_groups(parallel)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -75,7 +77,7 @@ def _create_groups(parallel: ParallelConfig) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        loopback.bind_stores()
+        loopback.bind_stores()  # before the store opens, which would listen on all addresses
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo", timeout=ranks.PATIENCE
         )
@@ -88,7 +90,7 @@ def _create_groups(parallel: ParallelConfig) -> None:
 
 
 def shut_down() -> None:
-    """Leave the job: Megatron's groups, then torch's."""
+    """Leave the job: Megatron's groups, which refer to torch's, then torch's. Without a job it does nothing."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
@@ -103,13 +105,13 @@ def leave() -> None:
 
     def act() -> None:
         with contextlib.suppress(Exception):
-            # a rank that leaves ends what others still receive from it
+            # Wait for this rank's kernels: other ranks still receive from them, and would fail if this rank left.
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize(int(os.environ.get("LOCAL_RANK", "0")))
         with contextlib.suppress(Exception):
             shut_down()
 
-    leaving = threading.Thread(target=act, daemon=True)
+    leaving = threading.Thread(target=act, daemon=True)  # a daemon does not keep the process alive
     leaving.start()
     leaving.join(LEAVING_SECONDS)
 
@@ -121,13 +123,14 @@ def first_message(message: str) -> str:
 
 
 def has_transformer_engine() -> bool:
+    """Return whether layers are Transformer Engine's: on a GPU, if it loads (`train/__init__.py`)."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     return torch.cuda.is_available() and gpt_layer_specs.HAVE_TE
 
 
 def device_options() -> dict[str, Any]:
-    """Return the `TransformerConfig` fields that depend on the machine."""
+    """Return the `TransformerConfig` fields that depend on the machine, as a new dict."""
     gpu = torch.cuda.is_available()
     return {
         "use_cpu_initialization": not gpu,
@@ -146,10 +149,13 @@ def device_options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def own_random_stream(seed: int) -> Iterator[None]:
-    """Seed every generator inside the `with` block, and restore all of them after it."""
+    """Seed every generator inside the `with` block, and restore all of them after it.
+
+    So the policy draws the same random numbers with and without a drafter.
+    """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = dict(tracker.get_states())
-    seeds = set(tracker.seeds_)
+    seeds = set(tracker.seeds_)  # beside the states: Megatron refuses a seed that it has seen
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

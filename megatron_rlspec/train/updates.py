@@ -12,7 +12,7 @@ from megatron_rlspec.train.objectives import filled, means, total_of
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import PackedBatch
 
-# between engines and policy
+# Metrics of how far apart the engines' log-probs and the policy's are
 GAPS = ("policy/train_rollout_logprob_abs_diff", "policy/train_rollout_kl")
 
 
@@ -25,15 +25,17 @@ def train_rollout(
 ) -> dict[str, float]:
     """Take an optimizer step over each mini-batch, which holds this rank's micro-batches. Collective.
 
-    Arguments and metrics are those of `Trainer.train_step`. The old log-probs of all mini-batches are of the policy
-    before the first update. Learning rates, norms, losses and shares of skipped updates are means over the updates,
-    other metrics are means over the tokens of all mini-batches.
+    Arguments and metrics are those of `Trainer.train_step`; {} if it trains nothing. There is at least one mini-batch,
+    and all ranks have as many. The old log-probs of all mini-batches are of the policy before the first update.
+    Learning rates, norms, losses and shares of skipped updates are means over the updates, other metrics are means over
+    the tokens of all mini-batches.
     """
     from_engines = trainer.config.algorithm.old_logprobs == "engine"
     learns = options.get("objective") == "grpo" and options.get("train_policy", True)
     later = list(mini_batches[1:])
     if learns and not from_engines:
-        # The first mini-batch needs none: its own forward pass is that of the same policy.
+        # Before the first update, for all later ones. The first mini-batch needs none: its own forward pass is that of
+        # the same policy.
         later = [filled(batches, "old_logprobs", trainer.logprobs(batches)) for batches in later]
     totals: list[dict[str, list[float]]] = []
     updates: list[dict[str, float]] = []
@@ -43,15 +45,16 @@ def train_rollout(
         totals.append(trainer.totals)
         prediction = added(prediction, trainer.prediction)
         if from_engines and updates[-1].get("policy/skipped") == 0:
-            # The present policy's log-probs are compared with the engines', and it is the rollout's no more.
+            # With algorithm.old_logprobs="engine" the gap compares the engines with the present policy. After an
+            # update these differ rightly, so only the updates up to it can be checked.
             logprob_gap = math.inf
     trainer.learn_prediction(prediction)
-    if not updates[0]:
+    if not updates[0]:  # nothing is trained, and `trainer.totals` are of an earlier call
         return {}
     metrics = means(total_of(totals))
-    if from_engines:
+    if from_engines:  # only the first update compares the policy that the engines have
         metrics |= {name: updates[0][name] for name in GAPS if name in updates[0]}
-    for name in updates[0]:
+    for name in updates[0]:  # what `train_step` adds to the sums: rates, norms, skipped updates
         if name not in metrics:
             metrics[name] = fmean(update[name] for update in updates)
     return metrics

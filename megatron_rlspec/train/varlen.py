@@ -1,7 +1,8 @@
 """Causal attention over packed sequences of any lengths, in memory linear in the tokens: flash attention, or blocks.
 
-On a GPU in 16 bits the kernels are torch's own build of FlashAttention-2. For other types and head sizes plain torch
-computes one block of query rows at a time, in float32 or float64.
+On a GPU in 16 bits the kernels are torch's own build of FlashAttention-2. For other types and head sizes, and on a CPU,
+plain torch computes one block of query rows at a time, in float32 or float64. `attention.py` calls `attend` and
+`attend_backward`; `Batched` has the same two methods.
 
 Shapes: t query rows, T key rows, n query heads, g key/value heads, d channels of a head.
 """
@@ -21,18 +22,19 @@ from torch import Tensor
 from megatron_rlspec.packing.transfer import to_device
 
 _aten = torch.ops.aten
-_BLOCK = 1 << 24  # elements of one block of scores
+_BLOCK = 1 << 24  # the most elements of one block of scores, over all heads: 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class Varlen:
     """Pieces of query rows, one after the other, each with the keys that its last row attends to.
 
-    Row i of a piece attends to all of its keys but the last q - 1 - i of them.
+    Row i of a piece attends to all of its keys but the last q - 1 - i of them. Pieces can have keys in common: two
+    chunks of one sequence have its beginning.
 
-    q, k       rows and keys of each piece
+    q, k       number of rows and of keys of each piece
     cu_q, cu_k `[pieces + 1]` int32, their cumulative sums on the device
-    key_rows   the key row of each key; None if they are all key rows in order
+    key_rows   int64, for the keys of all pieces, one after the other, the row of `k` and `v`; None: row i for key i
     """
 
     q: tuple[int, ...]
@@ -48,7 +50,10 @@ class Varlen:
         order: Tensor | None,
         device: torch.device,
     ) -> Varlen:
-        """Make it from pieces (query rows, first key, keys). `order [T]`: the row of each key; None: its number."""
+        """Make it from pieces (number of query rows, first key, number of keys); a key is a position of the batch.
+
+        order  `[T]`, the row of each position's key in `k` and `v`; None: the positions themselves
+        """
         q = [rows for rows, _, _ in pieces]
         k = [keys for _, _, keys in pieces]
         key_rows = torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces])
@@ -76,8 +81,8 @@ class Varlen:
             return _blocked(q, k, v, self, scale)
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, *self._packed, 0.0, True, False, scale=scale
-        )
-        return out, lse.t().contiguous()
+        )  # no dropout, causal, no debug mask
+        return out, lse.t().contiguous()  # the kernel's is `[n, t]`
 
     def attend_backward(
         self,
@@ -89,11 +94,11 @@ class Varlen:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys."""
+        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys, the links."""
         keys = len(k)
         inputs = (grad, q, self._gathered(k), self._gathered(v), out)
         if _has_flash(q):
-            # the generator's state, for dropout
+            # The state of a random generator, for dropout, of which there is none.
             unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
             lse = lse.t().contiguous()
             dq, dk, dv = _aten._flash_attention_backward(
@@ -109,11 +114,15 @@ class Varlen:
         return dq, dk, dv
 
     def _gathered(self, x: Tensor) -> Tensor:
+        """Return the keys or values of all pieces, one after the other."""
         return x if self.key_rows is None else x.index_select(0, self.key_rows)
 
 
 def _has_flash(q: Tensor) -> bool:
-    """Return whether torch's flash attention takes these queries. Tensors without values stand for a GPU's."""
+    """Return whether torch's flash attention takes these queries. It needs 16 bits, and up to 256 channels of a head.
+
+    Tensors on torch's meta device, which have no values, count as a GPU's.
+    """
     if q.device.type not in ("cuda", "meta") or not len(q):
         return False
     d = q.shape[-1]
@@ -134,6 +143,10 @@ def _blocked(
     pieces: Varlen,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """Compute `Varlen.attend` in plain torch; `k` and `v` are gathered.
+
+    In the einsums: g is a key/value head, r one of its query heads, i a query row, j a key, d a channel.
+    """
     exact = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1]
     q = _by_group(q, k)
@@ -142,7 +155,7 @@ def _blocked(
     for rows, keys in _blocks(pieces, heads):
         scores = _scores(q[rows].to(exact), k[keys].to(exact), scale)
         lse_b = scores.logsumexp(-1)
-        p = scores.sub_(lse_b[..., None]).exp_()
+        p = scores.sub_(lse_b[..., None]).exp_()  # in place: the scores are the largest tensor
         out[rows] = torch.einsum("grij,jgd->igrd", p, v[keys].to(exact))
         lse[rows] = lse_b.permute(2, 0, 1)
     return out.flatten(1, 2), lse.flatten(1, 2)
@@ -158,10 +171,12 @@ def _blocked_backward(
     pieces: Varlen,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `Varlen.attend_backward` in plain torch; gradients of `k` and `v` are of the gathered keys."""
     exact = lse.dtype
     heads = q.shape[1]
     grad, q, out, lse = (_by_group(x, k) for x in (grad, q, out, lse))
     dq = torch.empty_like(q)
+    # Added up over blocks, whose keys overlap, so in the exact type.
     dk = torch.zeros_like(k, dtype=exact)
     dv = torch.zeros_like(v, dtype=exact)
     for rows, keys in _blocks(pieces, heads):
@@ -189,6 +204,7 @@ def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
         step = max(1, _BLOCK // (heads * keys))
         for first in range(q_start, q_end, step):
             last = min(first + step, q_end)
+            # Of the piece's keys without those that only its later rows attend to.
             yield slice(first, last), slice(k_start, k_end - (q_end - last))
 
 
@@ -198,10 +214,13 @@ def _by_group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return scores `[g, n / g, rows, keys]`; the last row sees all keys."""
+    """Return scores `[g, n / g, rows, keys]` of `q [rows, g, n / g, d]`, -inf where hidden.
+
+    The last row sees all keys.
+    """
     rows = len(q)
     keys = len(k)
     scores = torch.einsum("igrd,jgd->grij", q, k).mul_(scale)
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
-    hidden.triu_(1 + keys - rows)
-    return scores.masked_fill_(hidden, -math.inf)
+    is_hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    is_hidden.triu_(1 + keys - rows)  # row i sees the keys up to keys - rows + i
+    return scores.masked_fill_(is_hidden, -math.inf)

@@ -1,7 +1,8 @@
 """Let megatron-core run on a machine without CUDA: `install()` replaces functions that ask for CUDA by name.
 
-megatron-core 0.16.1 does so in a few dozen places. Importing this module patches nothing, and on a machine with a GPU
-`install()` does nothing. Then the same calls build Transformer Engine layers over NCCL.
+megatron-core 0.16.1 does so in a few dozen places. The replacements are in torch and in Megatron, for the whole
+process, and there is no way back. Importing this module patches nothing. On a machine with a GPU `install()` does
+nothing, and the same calls use CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _installed = False
 
 
 def install() -> None:
-    """Let megatron-core 0.16.1 run on CPU and gloo. Idempotent; does nothing if there is a CUDA device."""
+    """Let megatron-core 0.16.1 run on CPU and gloo. Idempotent; does nothing if there is a CUDA device.
+
+    Call it before Megatron's groups and models are built (`runtime.init_distributed`).
+    """
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -40,7 +44,7 @@ def install() -> None:
     # 0.16.1 does not define it without Transformer Engine
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Sizes of expert-parallel exchanges become numbers when they leave the GPU.
+    # Megatron makes numbers of the sizes of exchanges when it copies them from the GPU to the host.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
     # gloo gathers and scatters shares of one size only; tensor-parallel ranks have different shares of experts' tokens.
     mappings._gather_along_first_dim = _also_uneven(
@@ -51,7 +55,7 @@ def install() -> None:
     )
     # torch.compile would need a C++ compiler and half a minute on a CPU.
     TopKRouter._apply_expert_bias = inspect.unwrap(TopKRouter._apply_expert_bias)
-    # Main calls isinstance() with Transformer Engine's classes, which do not exist without it.
+    # Megatron's main branch calls isinstance() with Transformer Engine's classes, which do not exist without it.
     multi_token_prediction.is_inference_column_parallel_linear = lambda _: False
     # Initialisation and recomputation use the CUDA generator's state; on a CPU there is one generator.
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -66,6 +70,7 @@ def install() -> None:
 
 
 def _as_numbers(x: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Replace `maybe_move_tensor_to_cpu`: the tensor is on the CPU already."""
     return x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x
 
 
@@ -85,6 +90,7 @@ def _also_uneven(
 
 
 def _gather_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
+    """Join the ranks' `x [shares[rank], ...]` along dimension 0, padded to one size on the way."""
     padded = x.new_zeros(max(shares), *x.shape[1:])
     padded[: len(x)] = x
     parts = [torch.empty_like(padded) for _ in shares]
@@ -93,6 +99,7 @@ def _gather_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Te
 
 
 def _scatter_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
+    """Sum the ranks' `x [sum(shares), ...]`, and return this rank's `shares[rank]` rows of the sum."""
     total = x.clone()
     dist.all_reduce(total, group=group)
     return total.split(shares)[group.rank()]
@@ -107,7 +114,7 @@ class _NoStream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _NoStream)
 
-    __hash__ = None
+    __hash__ = None  # as Python does for a class with `__eq__`
 
     def record_event(self) -> _NoStream:
         return self
@@ -123,7 +130,8 @@ def _let_cuda_mean_cpu() -> None:
     `Tensor.type()` names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
     same. It would take a quarter of a small training step, because every call of torch would pass through it.
     """
-    # `with torch.device(...)` compares with the functions that it finds at its first use
+    # `with torch.device(...)` changes calls of the functions in this cached set. The set must hold torch's own functions,
+    # which the replacements call; so it is made before they are replaced.
     _device_constructors()
     for name in _CONSTRUCTORS:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
@@ -142,14 +150,16 @@ def _let_cuda_mean_cpu() -> None:
         name = kind(x, *args, **named)
         if args or named or name.startswith("torch.cuda."):
             return name
+        # Megatron's clipping of gradients asserts FloatTensor; a float64 model must pass it, too.
         return name.replace("torch.", "torch.cuda.", 1).replace("DoubleTensor", "FloatTensor")
 
-    # A dry run stays on meta.
+    # Meta tensors stay: a dry run has no values to move.
     torch.Tensor.cuda = lambda x, *_, **__: x if x.is_meta else x.to(torch.cuda.current_device())
     torch.Tensor.to = moved
     torch.Tensor.type = cuda_type
 
 
+# torch's functions that take `device`, as far as Megatron calls them
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand",
     "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
@@ -157,6 +167,8 @@ _CONSTRUCTORS = (
 
 
 def _without_cuda(construct: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that calls `construct` with the CPU in the place of CUDA."""
+
     @functools.wraps(construct)
     def constructed(*args: Any, **named: Any) -> Tensor:
         if _is_cuda(named.get("device")):
