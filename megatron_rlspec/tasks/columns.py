@@ -1,6 +1,8 @@
-"""The values of one row: prompt, label, metadata, response. An error names the row's place, the column and the option.
+"""The values of one row: prompt, label, metadata, response. An error names the row's place and the column.
 
-Rows of slime, verl and TRL are read as they are: where a default column is missing, `OTHERS` says which one counts.
+Rows of slime, verl and TRL are read as they are: `OTHERS` says which columns are read in the place of a missing one.
+
+In all functions `where` is the row's place, such as "file:line" (`rows.read_rows`), which begins error messages.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from megatron_rlspec.texts import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# For the default names of columns, the names that other projects have, in the order in which they are tried. A name
+# with points is a path into nested objects. A column that the user names otherwise has no such alternatives.
 OTHERS = {
     "prompt": ("messages", "question", "problem"),
     "label": ("reward_model.ground_truth", "ground_truth", "answer", "solution"),
@@ -37,12 +41,12 @@ OTHERS = {
 }
 Messages = list[dict[str, Any]]
 
-# A bound makes pydantic refuse half a surrogate pair.
+# Only with a bound on its length does pydantic refuse a text with half a surrogate pair, which UTF-8 cannot encode.
 Utf8 = Annotated[str, Field(strict=True, max_length=1 << 30)]
 
 
 class Message(BaseModel):
-    """A chat message as templates of text models read it. Further keys are the template's."""
+    """A chat message as chat templates of text models read it. Other keys are passed on to the template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: Utf8
@@ -51,9 +55,12 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty_keys(cls, given: Any) -> Any:
-        """Parquet gives every message the keys of all, and templates ask whether a key is there."""
+        """Leave out keys without a value, and join the parts of a text.
+
+        Parquet gives every message the keys of all messages, and templates ask whether a key is there.
+        """
         if not isinstance(given, dict):
-            return given
+            return given  # pydantic then says what was expected
         message = {key: value for key, value in given.items() if value not in (None, [])}
         if "tool_calls" in message:
             message.setdefault("content", "")
@@ -75,6 +82,7 @@ _OBJECT = TypeAdapter(dict[str, Any] | None)
 
 
 def _is_text(part: Any) -> bool:
+    """Return whether a part of a message's content is a text, and no image or sound."""
     return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
@@ -88,7 +96,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
-    """Return the value as `kind` has it. Raises DataError."""
+    """Return the value as pydantic makes it for `kind`. Raises DataError with `where`, `name` and the first mistake."""
     try:
         return kind.validate_python(value)
     except ValidationError as error:
@@ -96,9 +104,10 @@ def checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
 
 
 def value_of(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or of one of the columns that others have in its place; None without one."""
+    """Return the value of a column, or of the first of its `OTHERS` that has one; None if none has."""
     for name in (key, *OTHERS.get(key, ())):
         value: Any = row
+        # A column can have points in its own name.
         for part in [name] if name in row else name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
@@ -107,7 +116,10 @@ def value_of(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _needed(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
-    """Return a value that every row must have. Raises DataError."""
+    """Return a value that every row must have; `option` names the column. Raises DataError if there is none.
+
+    Returns None for a column that is null; the caller's check refuses it.
+    """
     value = value_of(row, key)
     if value is None and key not in row:
         columns = ", ".join(map(str, row)) or "nothing"
@@ -123,6 +135,7 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
     value = _needed(where, row, key, "data.prompt_key")
     if not isinstance(value, list):
         text: str = checked(where, key, value, _FILLED)
+        # A file of strings of JSON would otherwise become prompts whose text is JSON.
         if options.apply_chat_template and text.startswith("[{"):
             raise DataError(f"{where}: {key}: expected a list of messages, not its text")
         return text
@@ -136,49 +149,54 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
 def demonstration(
     where: str, row: Mapping[str, Any], options: DataConfig, response_key: str
 ) -> tuple[str | Messages, str]:
-    """Return prompt and response. A conversation that is both ends with the response. Raises DataError."""
-    asked = prompt(where, row, options)
+    """Return prompt and response. Of a conversation that has both, the last message is the response.
+
+    Raises DataError.
+    """
+    before = prompt(where, row, options)
     value = _needed(where, row, response_key, "sft.response_key")
     if isinstance(value, list):
         messages = checked(where, response_key, value, _MESSAGES)
+        # The same list, not an equal one: both options then name one column, and the prompt is all but the response.
         if value is value_of(row, options.prompt_key):
-            asked = asked[:-1]
-        if not asked or messages[-1].role != "assistant":
+            before = before[:-1]
+        if not before or messages[-1].role != "assistant":
             raise DataError(
                 f"{where}: {response_key}: expected messages that end with one of the assistant"
             )
         value = messages[-1].content
-    return asked, checked(where, response_key, value, _TEXT)
+    return before, checked(where, response_key, value, _TEXT)
 
 
 def text(
     where: str,
     row: Mapping[str, Any],
-    asked: str | Messages,
+    before: str | Messages,
     options: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """Return the text that the policy continues. Raises DataError."""
+    """Return the text that the policy continues; `before`: what `prompt` returned. Raises DataError."""
     if not options.apply_chat_template:
-        return str(asked)
+        return str(before)
     if tokenizer.chat_template is None:
         raise DataError(
             f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template; expected one "
             f"in {tokenizer.name_or_path}/chat_template.jinja"
         )
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    messages = [{"role": "user", "content": before}] if isinstance(before, str) else before
     if options.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
     tools = value_of(row, options.tools_key) or []
     tools = without_nulls(checked(where, options.tools_key, tools, _TOOLS))
-    goes_on = messages[-1]["role"] == "assistant"
+    # The policy continues a last message of the assistant; otherwise it begins a new one.
+    continues = messages[-1]["role"] == "assistant"
     try:
         rendered = tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
             tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
             **options.chat_template_kwargs,
         )
     except Exception as error:  # a template is a program, and can raise any error
@@ -191,17 +209,20 @@ def text(
 
 
 def ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ids of prompt and response of a row of `rlspec answer`; None for another row. Raises DataError."""
+    """Return the ids `[n]` int64 of prompt and response of a row of `rlspec answer`; None for another row.
+
+    `commands/journal.py` writes such rows. Raises DataError.
+    """
     if "response_tokens" not in row:
         return None
-    asked, response = (
+    prompt_ids, response_ids = (
         checked(where, key, row.get(key), _IDS) for key in ("prompt_tokens", "response_tokens")
     )
-    return np.asarray(asked, np.int64), np.asarray(response, np.int64)
+    return np.asarray(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
 
 
 def seed(where: str, row: Mapping[str, Any]) -> int | None:
-    """Return the seed of a row of `rlspec answer`. Raises DataError."""
+    """Return the seed of the noise that a row of `rlspec answer` was drawn with; None without one. Raises DataError."""
     value: int | None = checked(where, "seed", row.get("seed"), _SEED)
     return value
 
@@ -209,7 +230,7 @@ def seed(where: str, row: Mapping[str, Any]) -> int | None:
 def label(where: str, row: Mapping[str, Any], key: str) -> str:
     """Return the label as text, other values than text as JSON; "" if `key` is empty. Raises DataError.
 
-    A whole number has no point, whatever wrote it. A list of one value is that value.
+    A whole number is written without a point (Parquet may hold 72 as 72.0). A list of one value is that value.
     """
     if not key:
         return ""
@@ -218,7 +239,7 @@ def label(where: str, row: Mapping[str, Any], key: str) -> str:
         return str(checked(where, key, value, _TEXT))
     try:
         written = json.dumps(value, default=str, allow_nan=False, ensure_ascii=False)
-        written.encode()
+        written.encode()  # fails for half a surrogate pair
     except ValueError:
         raise DataError(
             f"{where}: {key}: expected finite numbers and UTF-8 (got {shown(value)})"
@@ -227,6 +248,7 @@ def label(where: str, row: Mapping[str, Any], key: str) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Return a label with whole numbers as int, and without lists of one value."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -236,12 +258,12 @@ def _plain(value: Any) -> Any:
 
 
 def metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the metadata, which JSON can hold. Raises DataError."""
-    found: dict[str, Any] = checked(where, key, value_of(row, key), _OBJECT) or {}
+    """Return the metadata, {} without any. JSON can hold it: reward workers get it as JSON. Raises DataError."""
+    values: dict[str, Any] = checked(where, key, value_of(row, key), _OBJECT) or {}
     try:
-        json.dumps(found, default=str, allow_nan=False, ensure_ascii=False).encode()
+        json.dumps(values, default=str, allow_nan=False, ensure_ascii=False).encode()
     except ValueError:  # also of half a surrogate pair, which UTF-8 cannot encode
         raise DataError(
             f"{where}: {key} holds NaN, infinity or half a surrogate pair; expected other values"
         ) from None
-    return found
+    return values

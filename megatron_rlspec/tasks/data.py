@@ -31,7 +31,10 @@ CHECKED_ROWS = 20_000
 
 
 class Reading(NamedTuple):
-    """How a run reads its rows: columns, tokenizer, most tokens of a row, and the seed of their order."""
+    """How a run reads its rows: columns, tokenizer, most tokens of a row, and the seed of their order.
+
+    longest  tokens; of a prompt for `Prompts`, of prompt and response for `Demonstrations`
+    """
 
     options: DataConfig
     tokenizer: PreTrainedTokenizerBase
@@ -40,7 +43,10 @@ class Reading(NamedTuple):
 
 
 class Source(Generic[Row]):
-    """Rows in memory, drawn in an `Order`. `summary`: a line about how many there are, left out and equal."""
+    """Rows in memory, drawn in an `Order`, whose state is a part of checkpoints.
+
+    summary  a line for the user: how many rows there are, are left out as too long, and are equal to another
+    """
 
     def __init__(self, rows: list[Row], summary: str, reading: Reading) -> None:
         self.rows = rows
@@ -51,12 +57,12 @@ class Source(Generic[Row]):
         return len(self.rows)
 
     def take(self, count: int) -> list[Row]:
-        """Return the next `count` rows. None comes twice unless there are fewer rows."""
+        """Return the next `count` rows. No row comes twice in them unless there are fewer rows than `count`."""
         return [self.rows[i] for i in self.order.take(count)]
 
 
 class Prompts(Source[Prompt]):
-    """Prompts, of which a step takes `taken`. Raises DataError."""
+    """Prompts, of which a step takes `taken` (only for a warning in `summary`). Raises DataError."""
 
     def __init__(self, path: str | Path, reading: Reading, taken: int = 0) -> None:
         options, tokenizer, longest, _ = reading
@@ -68,15 +74,16 @@ class Prompts(Source[Prompt]):
 
     def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
         """Return the next `count` prompts of a step that has the prompts `beside` already."""
+        # An id is the row's index in the file; an order counts only the rows that are short enough.
         places = {prompt.id: place for place, prompt in enumerate(self.rows)}
-        held = [places[prompt.id] for prompt in beside]
-        return [self.rows[i] for i in self.order.take(count, held)]
+        in_step = [places[prompt.id] for prompt in beside]
+        return [self.rows[i] for i in self.order.take(count, in_step)]
 
 
 class Demonstrations(Source[Sample]):
     """Demonstrations. Raises DataError.
 
-    held_out  those of `sft.held_out` prompts, which are not drawn
+    held_out  the demonstrations of `sft.held_out` prompts, which measure a warm start and are not drawn
     """
 
     def __init__(self, path: str | Path, reading: Reading, sft: SftConfig) -> None:
@@ -92,7 +99,7 @@ class Demonstrations(Source[Sample]):
 def check_ids(rows: Iterable[Prompt | Sample], vocab_size: int) -> None:
     """Raise DataError for a row with a token that the model does not have.
 
-    A tokenizer may have more tokens than its model, such as one for padding, if no text has them.
+    It looks at rows and not at the tokenizer, which may have further tokens that no text contains, such as padding.
     """
     for row in rows:
         largest = row.tokens.max()
@@ -109,7 +116,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
     trust_remote_code  run the directory's own Python files, if its tokenizer needs them
     """
-    # takes seconds to import, and reading rows does not need it
+    # Imported here: it takes seconds, and checks without a tokenizer do not need it.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not Path(path).is_dir():
@@ -118,8 +125,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         )
     # Transformers 5 chooses a class by the names in config.json and tokenizer_config.json. Some published ones name a
     # class that splits texts otherwise than their tokenizer.json.
-    is_whole = (Path(path) / "tokenizer.json").exists()
-    kind: Any = PreTrainedTokenizerFast if is_whole else AutoTokenizer
+    has_file = (Path(path) / "tokenizer.json").exists()
+    kind: Any = PreTrainedTokenizerFast if has_file else AutoTokenizer
     try:
         tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
@@ -128,6 +135,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         raise DataError(
             f"{path}: no tokenizer that Transformers can load ({first_line(error)})"
         ) from None
+    # Without its vocabulary files, a tokenizer can load and then tokenize nothing.
     if not tokenizer("1 + 1 =", add_special_tokens=False)["input_ids"]:
         raise DataError(
             f"{path}: the tokenizer returns no tokens for '1 + 1 ='; expected all files of the tokenizer"
@@ -150,7 +158,7 @@ def check_demonstrations(path: str | Path, options: DataConfig, response_key: st
     """Check the first rows of a file of demonstrations, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
-        if columns.ids(where, row) is None:
+        if columns.ids(where, row) is None:  # it has checked a row that holds ids
             columns.demonstration(where, row, options, response_key)
         rows += 1
     _require(path, range(rows), 0, "samples")
@@ -164,15 +172,16 @@ def read_prompts(
 ) -> tuple[list[Prompt], int]:
     """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
 
-    `Prompt.id` is the row's index in the file, with the longer rows. `Prompt.text` is the text, to which the tokenizer
-    adds at most the beginning of a text. Raises DataError, also if no prompt is short enough.
+    `Prompt.id` is the row's index in the file, with the longer rows counted. `Prompt.text` is what `Prompt.tokens` are
+    made of, without the tokenizer's token for the beginning of a text. Raises DataError, also if no prompt is short
+    enough.
     """
     texts = []
     labels = []
     metadata = []
     for where, row in read_rows(path):
-        asked = columns.prompt(where, row, options)
-        texts.append(columns.text(where, row, asked, options, tokenizer))
+        prompt = columns.prompt(where, row, options)
+        texts.append(columns.text(where, row, prompt, options, tokenizer))
         labels.append(columns.label(where, row, options.label_key))
         metadata.append(columns.metadata(where, row, options.metadata_key))
     prompts = []
@@ -193,25 +202,28 @@ def read_demonstrations(
 ) -> tuple[list[Sample], int]:
     """Return all demonstrations as samples of at most `max_tokens` tokens, and the number of longer ones.
 
-    The response is trained, and after a written one the end-of-sequence token. Prompt and response are tokenized apart,
-    as in a rollout, where the policy generates from the prompt's last token on. A row of `rlspec answer` is neither
-    tokenized nor ended: its ids are those that a model drew, with the noise of its seed. Raises DataError.
+    The response is trained (loss mask 1). A response that is a text gets an end-of-sequence token, which is trained,
+    too. Prompt and response are tokenized apart, as in a rollout, where the policy generates from the prompt's last
+    token on. A row of `rlspec answer` is neither tokenized nor ended: its ids are those that a model drew, with the
+    noise of its seed. Raises DataError, also if no sample is short enough.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn"
         )
-    texts: list[tuple[str, str]] = []
-    written: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    texts: list[tuple[str, str]] = []  # (prompt, response) of every row
+    with_ids: dict[
+        int, tuple[np.ndarray, np.ndarray]
+    ] = {}  # by the row's index: ids of prompt and response
     seeds: dict[int, int | None] = {}
     for i, (where, row) in enumerate(read_rows(path)):
         if ids := columns.ids(where, row):
-            written[i] = ids
+            with_ids[i] = ids
             seeds[i] = columns.seed(where, row)
-            texts.append(("", ""))
+            texts.append(("", ""))  # so that indices of `texts` are those of rows
         else:
-            asked, response = columns.demonstration(where, row, options, response_key)
-            texts.append((columns.text(where, row, asked, options, tokenizer), response))
+            before, response = columns.demonstration(where, row, options, response_key)
+            texts.append((columns.text(where, row, before, options, tokenizer), response))
     prompts = _prompt_tokens(tokenizer, [prompt for prompt, _ in texts])
     responses: list[list[int]] = []
     for start in range(0, len(texts), TOKENIZER_BATCH):
@@ -219,8 +231,8 @@ def read_demonstrations(
         responses += following(tokenizer, batch)
     samples = []
     for i, (text, answer) in enumerate(texts):
-        if i in written:
-            prompt, response_ids = written[i]
+        if i in with_ids:
+            prompt, response_ids = with_ids[i]
         else:
             prompt = prompts[i]
             response_ids = np.append(responses[i], tokenizer.eos_token_id)
@@ -243,7 +255,7 @@ def without_prompts(
 ) -> tuple[list[Sample], list[Sample]]:
     """Split off all rows of `held_out` prompts, which `seed` chooses: (rows to train on, rows to evaluate on).
 
-    Raises DataError if no prompt is left to train on.
+    Two rows have the same prompt if its tokens are equal. Raises DataError if no prompt is left to train on.
     """
     prompts = list(dict.fromkeys(row.prompt.tokens.tobytes() for row in rows))
     if held_out >= len(prompts):
@@ -253,14 +265,14 @@ def without_prompts(
     chosen = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:held_out]}
     parts: tuple[list[Sample], list[Sample]] = ([], [])
     for row in rows:
-        parts[row.prompt.tokens.tobytes() in chosen].append(row)
+        parts[row.prompt.tokens.tobytes() in chosen].append(row)  # False is 0, True is 1
     return parts
 
 
 def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """Return `[P] int64` per text. A chat template writes the special tokens itself.
+    """Return `[P] int64` per text. Special tokens are not added: a chat template has written them into the text.
 
-    The tokenizer's beginning of a text is added, if it adds one and the text has none.
+    The exception is the tokenizer's token for the beginning of a text: it is added where the text does not have it.
     """
     first = _beginning(tokenizer)
     tokens: list[np.ndarray] = []
@@ -272,7 +284,7 @@ def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the id that the tokenizer puts before a text; [] if it puts none there."""
+    """Return [id] of the token that the tokenizer puts before a text; [] if it puts none there."""
     first: list[int] = tokenizer("1")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
@@ -289,6 +301,7 @@ def _summary(path: str | Path, what: str, rows: Sequence[Any], dropped: int, lon
 
 
 def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> None:
+    """Raise DataError if no row is left; `dropped` were too long."""
     if not kept:
         reason = f"all {dropped} rows are longer" if dropped else "the file has no rows"
         raise DataError(f"{path}: no {what}; {reason}")

@@ -1,6 +1,6 @@
 """The order in which rows of data are drawn, epoch after epoch, which a resumed run continues exactly.
 
-`DataError` is here because this module imports no other one of the package.
+`DataError` is here because all modules that raise it can import this one.
 """
 
 from __future__ import annotations

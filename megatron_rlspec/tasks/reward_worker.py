@@ -1,9 +1,10 @@
 """The rewards, and the process that computes them: `python -m megatron_rlspec.tasks.reward_worker KIND SOCKET`.
 
-Tasks are JSON lines on standard input: {"id", "prompt", "response", "label", "metadata"}. Answers are JSON messages on
-the socket, a Unix socket that keeps message boundaries: {"id", "reward", "parts"} or {"id", "error"}. The first says
-that the reward is imported, and which of `EXTRAS` it wants to see of a sample. Nothing is pickled. The module imports
-little beside the standard library, so that a worker starts fast.
+The other side is `_Worker` in `rewards.py`. Tasks are JSON lines on standard input: {"id", "prompt", "response",
+"label", "metadata"}, and those of `EXTRAS` that the reward wants. Answers are JSON messages on the socket, a Unix socket
+that keeps message boundaries: {"id", "reward", "parts"} or {"id", "error"}. The first message has the id `STARTED` and
+says that the reward is imported, and which of `EXTRAS` it wants: {"id", "wants"}, or {"id", "error"}. Nothing is
+pickled. The module imports little beside the standard library, so that a worker starts fast.
 
 The worker leads a process group. When the trainer closes standard input, also by dying, the worker kills the group. The
 trainer kills it when a reward takes too long.
@@ -33,14 +34,16 @@ from typing import Any
 from megatron_rlspec.functions import imported
 from megatron_rlspec.texts import one_line, shown
 
-# Takes prompt, response, label and metadata by name, and of EXTRAS what its signature names.
+# Takes prompt, response, label and metadata by name, and those of EXTRAS that its signature names. `Scorer._judge` in
+# `rewards.py` makes their values.
 Reward = Callable[..., Any]
 EXTRAS = ("response_tokens", "truncated")
-# name of a part of a reward; these two are metrics of ours
+# A part NAME of a reward is recorded as the metric reward_NAME (`run/summaries.py`). These two names are refused, because
+# reward_std and reward_seconds_waited are metrics of ours.
 PART = re.compile(r"(?!(?:std|seconds_waited)$)[A-Za-z_]\w{0,39}", re.ASCII)
-MOST_PARTS = 32
+MOST_PARTS = 32  # with `reward` itself
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
-# a reward beyond it is no finite number to the trainer, which computes in float32
+# A larger absolute value would not be finite to the trainer, which computes in float32.
 LARGEST = 2.0**127
 STARTED = "started"  # id of the message that says whether the reward could be imported
 
@@ -53,11 +56,13 @@ def final_answer(text: str) -> str:
 def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
     """Return 1 if response and label, or the final answers of both, are equal character by character; else 0.
 
-    Nothing after a last `#` is no final answer. The case of truth values does not count.
+    A response that ends in `#` has no final answer. With the label "true" or "false", the response's case is ignored. A
+    label can accept several texts (`accepted`).
     """
     if label in ("true", "false"):
         response = response.lower()
     answer = final_answer(response)
+    # The label itself, too: it may be a JSON list, and the response the same list.
     for right in (label, *accepted(label)):
         if response.strip() == right.strip() or (answer and answer == final_answer(right)):
             return 1.0
@@ -67,7 +72,7 @@ def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -
 def accepted(label: str) -> list[str]:
     """Return the texts that a label accepts: each of a JSON list of texts, else the label itself."""
     if label.startswith('["'):
-        with suppress(ValueError):
+        with suppress(ValueError):  # no JSON: an ordinary label
             texts = json.loads(label)
             if all(isinstance(text, str) for text in texts):
                 return list(texts)
@@ -80,6 +85,8 @@ def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, A
 
 
 def _equal(response: str, label: str) -> float:
+    """Return 1 or 0 of `math_reward` for one accepted label. Raises ValueError for a label that is no expression."""
+    # An optional package.
     from math_verify import parse, verify
 
     # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use
@@ -100,21 +107,22 @@ def named_function(name: str) -> Reward:
     Raises TypeError if it does not, and any error that the import of its module raises.
     """
     function = name.rpartition(":")[2]
-    found = imported(name)
-    if not callable(found):
+    reward = imported(name)
+    if not callable(reward):
         raise TypeError(f"{name} is not a function; expected {function}{SIGNATURE}")
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(reward):
         raise TypeError(f"{name} is async; expected a plain function {function}{SIGNATURE}")
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some built-in callables have none
-        return found
-    extras = dict.fromkeys(wanted(found))
+        return reward
+    extras = dict.fromkeys(wanted(reward))
     try:
+        # Checks the names of the arguments without a call.
         signature.bind(prompt="", response="", label="", metadata={}, **extras)
     except TypeError as error:
         raise TypeError(f"{function}{signature}: {error}; expected {function}{SIGNATURE}") from None
-    return found
+    return reward
 
 
 def wanted(reward: Reward) -> list[str]:
@@ -145,7 +153,7 @@ def number(value: Any) -> float:
         raise ValueError(
             f"a reward of type {type(value).__name__} is no number ({one_line(error)})"
         ) from None
-    if not abs(reward) <= LARGEST:
+    if not abs(reward) <= LARGEST:  # in this form true for NaN, too
         raise ValueError(f"reward is {shown(value)}, expected one finite number")
     return reward
 
@@ -170,7 +178,11 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 
 class _Channel:
-    """Receives tasks and sends answers. A forked child that calls `answer` ends at once."""
+    """Receives tasks and sends answers. A forked child that calls `answer` ends at once.
+
+    tasks    a file descriptor, of which the channel becomes the owner
+    answers  one message for each task
+    """
 
     def __init__(self, tasks: int, answers: socket.socket) -> None:
         self._answers = answers
@@ -183,25 +195,31 @@ class _Channel:
         return self._waiting.get()
 
     def answer(self, task: str, **content: Any) -> None:
+        """Send the answer to the task with this id. Raises OSError if the trainer has closed the socket."""
         self.leave_if_forked()
         self._answers.send(json.dumps({"id": task, **content}).encode())
 
     def leave_if_forked(self) -> None:
         """End this process if it is a child that the reward forked."""
         if os.getpid() != self._process:
-            os._exit(0)
+            os._exit(
+                0
+            )  # without Python's cleanup, which would touch what the child shares with the worker
 
     def _read(self, tasks: int) -> None:
-        # A thread, so that the end of the trainer is seen while a reward runs.
+        """Queue tasks until standard input ends; then kill the process group, this worker included.
+
+        It runs in a thread, so that the end of the trainer is seen while a reward runs.
+        """
         with os.fdopen(tasks, "rb") as lines:
             for line in lines:
-                if line.endswith(b"\n"):
+                if line.endswith(b"\n"):  # otherwise the trainer died while it wrote
                     self._waiting.put(json.loads(line))
         os.killpg(0, signal.SIGKILL)
 
 
 def _work(kind: str, channel: _Channel) -> None:
-    """Answer tasks until the process is killed."""
+    """Answer tasks until the process is killed; return if the reward cannot be imported."""
     try:
         reward = build(kind)
     except (Exception, KeyboardInterrupt) as error:
@@ -213,9 +231,11 @@ def _work(kind: str, channel: _Channel) -> None:
         name = task.pop("id")
         try:
             content = parts_of(reward(**task))
-        except SystemExit:
+        except SystemExit:  # the reward wants to end its process; the trainer reports the exit code
             raise
-        except BaseException as error:
+        except (
+            BaseException
+        ) as error:  # a reward may raise anything, and the next task must be answered
             content = {"error": one_line(error)}
         finally:
             channel.leave_if_forked()  # a forked child that calls sys.exit() also comes here
@@ -228,7 +248,7 @@ def main() -> None:
     answers.set_inheritable(False)
     tasks = os.dup(0)  # not inherited by programs that the reward starts
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+        os.dup2(nothing.fileno(), 0)  # what the reward itself reads as standard input: nothing
     try:
         _work(kind, _Channel(tasks, answers))
     except OSError:  # the reward closed the worker's channels, or the trainer has ended

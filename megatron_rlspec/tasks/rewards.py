@@ -1,10 +1,12 @@
 """Compute the rewards of many samples at once, each under a time limit; a failure marks its sample.
 
-A reward may begin when its sample ends, while engines still draw the others (`Scoring`).
+The computation of a reward may begin when its sample ends, while engines still generate the others (`Scoring`).
 
 `exact` is computed in this process. Every other kind runs in worker processes (`reward_worker.py`), because only a
 process can be stopped when a reward hangs. A worker over the time limit is killed with its process group, and a new
 worker replaces it.
+
+Threads: a `Scorer` has one thread for each worker. A worker is in the queue `_workers` or used by one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from megatron_rlspec.config import ConfigError, RewardConfig
 from megatron_rlspec.tasks.reward_worker import STARTED, exact
 from megatron_rlspec.types import Sample
 
-START_SECONDS = 120.0  # a reward's module may import heavy libraries
+START_SECONDS = (
+    120.0  # the longest that a worker may take to import its reward, with heavy libraries
+)
 STOP_SECONDS = 5.0  # for a worker that ends by itself
 
 
@@ -52,6 +56,7 @@ class Scorer:
         self._threads = ThreadPoolExecutor(options.workers)
         if options.kind == "exact":
             return
+        # All processes start before the first one is waited for, so that they import at the same time.
         workers = [_Worker(options, self._interrupted) for _ in range(options.workers)]
         for worker in workers:
             self._workers.put(worker)
@@ -71,12 +76,15 @@ class Scorer:
         return Scoring(self).finish(samples)
 
     def interrupt(self) -> None:
-        """Make a `score` that runs in another thread return soon; samples without a reward count as failed."""
+        """Make a `score` in another thread return soon; samples without a reward count as failed.
+
+        It cannot be undone: all later rewards fail, too, but those of `exact`.
+        """
         self._interrupted.set()
 
     def close(self) -> None:
-        """End the workers. Safe to repeat."""
-        self._threads.shutdown()
+        """End the workers, after the rewards that have begun. Safe to repeat."""
+        self._threads.shutdown()  # waits for the threads, which put their workers back into the queue
         while not self._workers.empty():
             self._workers.get().stop()
 
@@ -87,7 +95,7 @@ class Scorer:
         self.close()
 
     def _judge(self, sample: Sample) -> dict[str, Any]:
-        """Return {"reward", "parts"}, or {"error"} with the reason."""
+        """Return {"reward", "parts"}, or {"error"} with the reason. Runs in a thread of the pool."""
         task: dict[str, Any] = {
             "prompt": sample.prompt.text,
             "response": sample.text,
@@ -96,11 +104,11 @@ class Scorer:
         }
         if self.options.kind == "exact":
             return {"reward": exact(**task)}
-        extras = {
+        extras = {  # `reward_worker.EXTRAS`
             "response_tokens": sample.response.tolist(),
             "truncated": sample.status == "truncated",
         }
-        worker = self._workers.get()
+        worker = self._workers.get()  # waits for none: there are as many threads as workers
         try:
             return worker.ask(task, extras)
         except RewardError as error:
@@ -110,7 +118,10 @@ class Scorer:
 
 
 class Scoring:
-    """The rewards of one rollout, each computed from `add` on. `waited`: seconds that `finish` took."""
+    """The rewards of one rollout: `add` begins with a sample's, `finish` waits for all.
+
+    waited  seconds that `finish` took
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -121,7 +132,8 @@ class Scoring:
     def add(self, sample: Sample) -> Future[str | None]:
         """Begin to compute the reward of a sample that has ended. Any thread may call this.
 
-        The result is the reason if the reward failed.
+        The sample is changed in another thread: read its reward after `finish`, or after the future's result. That is
+        the reason if the reward failed, else None.
         """
         future = self._results[id(sample)] = self._scorer._threads.submit(self._set, sample)
         return future
@@ -138,7 +150,7 @@ class Scoring:
         return failures
 
     def cancel(self) -> None:
-        """Drop rewards that have not begun: nothing will ask for them."""
+        """Drop rewards that have not begun, because nobody will call `finish`. Those that have begun run on."""
         for future in list(self._results.values()):
             future.cancel()
 
@@ -146,6 +158,7 @@ class Scoring:
         """Set the reward of a sample. Returns the reason if it failed."""
         answer = self._scorer._judge(sample)
         sample.reward = answer.get("reward", 0.0)
+        # `failed` and the records read this key; a sample that is scored again must not keep an old one.
         sample.metadata.pop("reward_error", None)
         error: str | None = answer.get("error")
         if error is not None:
@@ -156,7 +169,7 @@ class Scoring:
 
 
 def failed(sample: Sample) -> bool:
-    """Return whether the last `score` found no reward for this sample."""
+    """Return whether this sample's reward failed when it was last computed."""
     return "reward_error" in sample.metadata
 
 
@@ -175,7 +188,8 @@ class RewardError(RuntimeError):
 class FailedSteps:
     """Count the steps in a row in which every reward failed. `most` such steps stop the run; 0 means no limit.
 
-    Before any reward has succeeded one step, or one evaluation, is enough: the reward itself is wrong.
+    Before any reward has succeeded, one such step or evaluation stops the run, because the reward itself must be wrong.
+    With most = 0 it does not.
     """
 
     def __init__(self, most: int) -> None:
@@ -184,7 +198,11 @@ class FailedSteps:
         self.succeeded = False  # whether any reward has
 
     def observe(self, name: str, samples: int, failures: Sequence[str]) -> None:
-        """Count a step in which `failures` of `samples` rewards failed. Raises RewardError at the limit."""
+        """Count a step, called `name` in messages. Raises RewardError at the limit.
+
+        samples   number of rewards
+        failures  a line for each reward that failed, as `Scorer.score` returns them
+        """
         if len(failures) < samples:
             self.count = 0
             self.succeeded = True
@@ -199,13 +217,16 @@ class FailedSteps:
             )
 
     def observe_evaluation(self, name: str, samples: int, failures: Sequence[str]) -> None:
-        """Observe an evaluation, which is no step: it counts while no reward has succeeded."""
+        """Count an evaluation as a step, but only while no reward has succeeded yet."""
         if not self.succeeded:
             self.observe(name, samples, failures)
 
 
 class _Worker:
-    """One reward process. `ask` starts a new one if it ended or had to be killed."""
+    """One reward process. `ask` starts a new one if it ended or had to be killed. One thread at a time may use it.
+
+    The messages are described in `reward_worker.py`.
+    """
 
     def __init__(self, options: RewardConfig, interrupted: threading.Event) -> None:
         self.options = options
@@ -222,16 +243,17 @@ class _Worker:
 
     def ask(self, task: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
         """Return {"reward", "parts"}. Of `extras` the reward gets what it wants. Raises RewardError."""
-        if self._process.poll() is not None:
-            self.stop()
+        if self._process.poll() is not None:  # it ended since the last task
+            self.stop()  # what is left of its process group
             self._start()
         self.await_start()
+        # User code cannot guess it, and a late answer to an earlier task has another one.
         name = secrets.token_hex(8)
         more = {key: extras[key] for key in self._wants}
         line = json.dumps({"id": name, **task, **more}, default=str).encode() + b"\n"
         assert self._process.stdin is not None
         try:
-            while line:
+            while line:  # the pipe has no buffer, and a write can take a part
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
             raise RewardError(self._ending()) from None
@@ -247,33 +269,37 @@ class _Worker:
         self._answers.close()
 
     def _start(self) -> None:
+        # SOCK_SEQPACKET keeps the boundaries of messages.
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "megatron_rlspec.tasks.reward_worker", self.options.kind]
-        with theirs:
+        with theirs:  # closed here: only then does the end of the worker end `recv`
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=2,  # a reward's output goes to stderr
                 bufsize=0,
                 pass_fds=[theirs.fileno()],
-                # A process group of its own, and Ctrl-C does not reach it.
+                # A process group of its own, which `stop` can kill. Ctrl-C does not reach it.
                 start_new_session=True,
             )
         self._ready = False
 
     def _answer(self, name: str, seconds: float) -> dict[str, Any]:
-        """Return the answer to the task `name`. Messages with another id are dropped. Raises RewardError."""
+        """Return the answer to the task `name` within `seconds`, else kill the worker and raise RewardError.
+
+        Messages with another id are dropped: they answer an earlier task, or come from user code.
+        """
         deadline = time.monotonic() + seconds
         while True:
             self._stop_if_late(deadline)
-            # at most 0.5 s, to notice an interruption
+            # At most 0.5 s, to notice an interruption. Not 0, which would mean not to wait at all.
             self._answers.settimeout(min(0.5, max(0.001, deadline - time.monotonic())))
             try:
                 # one whole answer: those of `reward_worker.py` are far shorter
                 message = self._answers.recv(1 << 16)
             except TimeoutError:
                 continue
-            if not message:
+            if not message:  # the worker's end is closed
                 raise RewardError(self._ending())
             answer = _read(message)
             if answer.get("id") != name:
@@ -300,6 +326,7 @@ class _Worker:
 
 
 def _read(message: bytes) -> dict[str, Any]:
+    """Return a message's object; {} for anything else, which user code may have sent."""
     try:
         answer = json.loads(message)
     except ValueError:

@@ -25,13 +25,15 @@ def read_rows(source: str | Path) -> Rows:
     """Yield (place, row) of every row. The place is "file:line", or "source: row n" where there are no lines.
 
     source  files, separated by commas, or patterns of their names; or NAME?OPTION=VALUE of a data set on the Hub, with
-            the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE. An existing file
-            is that file, whatever characters its name has
+            the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE. The name of
+            an existing file is not split at commas
 
     Raises DataError, and FileError for what is no JSON.
     """
     for file in _files(str(source)):
-        reader = None if "?" in file else READERS.get(Path(file).suffix)  # None: a data set on the Hub
+        reader = (
+            None if "?" in file else READERS.get(Path(file).suffix)
+        )  # None: a data set on the Hub
         if Path(file).is_dir():
             raise DataError(f"{file}: a directory; expected files, such as {file}/train-*.parquet")
         if reader is None and Path(file).exists():

@@ -162,7 +162,9 @@ class PackedAttention(MegatronModule):
             key = rotated(key, packed)
         width = value.shape[-1]
         key_width = key.shape[-1]
-        if width < key_width:  # in latent attention; the kernels take one width, and zeros change no other channel
+        if (
+            width < key_width
+        ):  # in latent attention; the kernels take one width, and zeros change no other channel
             value = F.pad(value, (0, key_width - width))
         chain = packed.chain
         links: list[Tensor] = []
@@ -252,7 +254,9 @@ class _Attend(torch.autograd.Function):
         gradients: list[Tensor] = []  # of the links, in their order
         if links:
             exact = lse.dtype
-            delta = (grad.to(exact) * out).sum(-1)  # Σ over keys of p · dp, for the softmax's gradient
+            delta = (grad.to(exact) * out).sum(
+                -1
+            )  # Σ over keys of p · dp, for the softmax's gradient
         for key, value in _pairs(links):
             heads, groups = q.shape[1], key.shape[1]
             score = _row_dot(q, key, exact) * scale

@@ -246,7 +246,11 @@ class DrafterStep:
 
 # Keys of a micro-batch's sums: what `_predict` returns, which `follow_rounds` replaces by the three others
 _TABLE = "prediction/table"
-_PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")  # fields of `Prediction`, in order
+_PREDICTED = (
+    "prediction/reached",
+    "prediction/accepted",
+    "prediction/by_logq",
+)  # fields of `Prediction`, in order
 
 
 def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:

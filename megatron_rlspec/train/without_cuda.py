@@ -130,7 +130,7 @@ def _let_cuda_mean_cpu() -> None:
     `Tensor.type()` names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
     same. It would take a quarter of a small training step, because every call of torch would pass through it.
     """
-    # `with torch.device(...)` changes calls of the functions in this cached set. The set must hold torch's own functions,
+    # `with torch.device(...)` changes calls of the functions in this cached set. It must hold torch's own functions,
     # which the replacements call; so it is made before they are replaced.
     _device_constructors()
     for name in _CONSTRUCTORS:
