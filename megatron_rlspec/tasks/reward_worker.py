@@ -1,10 +1,10 @@
 """The rewards, and the process that computes them: `python -m megatron_rlspec.tasks.reward_worker KIND SOCKET`.
 
 The other side is `_Worker` in `rewards.py`. Tasks are JSON lines on standard input: {"id", "prompt", "response",
-"label", "metadata"}, and those of `EXTRAS` that the reward wants. Answers are JSON messages on the socket, a Unix socket
-that keeps message boundaries: {"id", "reward", "parts"} or {"id", "error"}. The first message has the id `STARTED` and
-says that the reward is imported, and which of `EXTRAS` it wants: {"id", "wants"}, or {"id", "error"}. Nothing is
-pickled. The module imports little beside the standard library, so that a worker starts fast.
+"label", "metadata"}, and those of `EXTRAS` that the reward wants. Answers are JSON messages on the socket, a Unix
+socket that keeps message boundaries: {"id", "reward", "parts"} or {"id", "error"}. The first message has the id
+`STARTED` and says that the reward is imported, and which of `EXTRAS` it wants: {"id", "wants"}, or {"id", "error"}.
+Nothing is pickled. The module imports little beside the standard library, so that a worker starts fast.
 
 The worker leads a process group. When the trainer closes standard input, also by dying, the worker kills the group. The
 trainer kills it when a reward takes too long.
@@ -38,7 +38,7 @@ from megatron_rlspec.texts import one_line, shown
 # `rewards.py` makes their values.
 Reward = Callable[..., Any]
 EXTRAS = ("response_tokens", "truncated")
-# A part NAME of a reward is recorded as the metric reward_NAME (`run/summaries.py`). These two names are refused, because
+# A part NAME of a reward is recorded as the metric reward_NAME (`run/summaries.py`). Two names are refused, because
 # reward_std and reward_seconds_waited are metrics of ours.
 PART = re.compile(r"(?!(?:std|seconds_waited)$)[A-Za-z_]\w{0,39}", re.ASCII)
 MOST_PARTS = 32  # with `reward` itself
@@ -202,9 +202,8 @@ class _Channel:
     def leave_if_forked(self) -> None:
         """End this process if it is a child that the reward forked."""
         if os.getpid() != self._process:
-            os._exit(
-                0
-            )  # without Python's cleanup, which would touch what the child shares with the worker
+            # Without Python's cleanup, which would touch what the child shares with the worker.
+            os._exit(0)
 
     def _read(self, tasks: int) -> None:
         """Queue tasks until standard input ends; then kill the process group, this worker included.
@@ -233,9 +232,8 @@ def _work(kind: str, channel: _Channel) -> None:
             content = parts_of(reward(**task))
         except SystemExit:  # the reward wants to end its process; the trainer reports the exit code
             raise
-        except (
-            BaseException
-        ) as error:  # a reward may raise anything, and the next task must be answered
+        except BaseException as error:
+            # A reward may raise anything, and the next task must be answered.
             content = {"error": one_line(error)}
         finally:
             channel.leave_if_forked()  # a forked child that calls sys.exit() also comes here

@@ -30,9 +30,8 @@ from megatron_rlspec.config import ConfigError, RewardConfig
 from megatron_rlspec.tasks.reward_worker import STARTED, exact
 from megatron_rlspec.types import Sample
 
-START_SECONDS = (
-    120.0  # the longest that a worker may take to import its reward, with heavy libraries
-)
+# The longest that a worker may take to import its reward, which may need heavy libraries.
+START_SECONDS = 120.0
 STOP_SECONDS = 5.0  # for a worker that ends by itself
 
 

@@ -31,9 +31,8 @@ def read_rows(source: str | Path) -> Rows:
     Raises DataError, and FileError for what is no JSON.
     """
     for file in _files(str(source)):
-        reader = (
-            None if "?" in file else READERS.get(Path(file).suffix)
-        )  # None: a data set on the Hub
+        # None: a data set on the Hub
+        reader = None if "?" in file else READERS.get(Path(file).suffix)
         if Path(file).is_dir():
             raise DataError(f"{file}: a directory; expected files, such as {file}/train-*.parquet")
         if reader is None and Path(file).exists():

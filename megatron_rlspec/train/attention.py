@@ -162,9 +162,8 @@ class PackedAttention(MegatronModule):
             key = rotated(key, packed)
         width = value.shape[-1]
         key_width = key.shape[-1]
-        if (
-            width < key_width
-        ):  # in latent attention; the kernels take one width, and zeros change no other channel
+        # In latent attention. The kernels take one width; zeros at the end change no other channel.
+        if width < key_width:
             value = F.pad(value, (0, key_width - width))
         chain = packed.chain
         links: list[Tensor] = []
@@ -254,9 +253,8 @@ class _Attend(torch.autograd.Function):
         gradients: list[Tensor] = []  # of the links, in their order
         if links:
             exact = lse.dtype
-            delta = (grad.to(exact) * out).sum(
-                -1
-            )  # Σ over keys of p · dp, for the softmax's gradient
+            # For the softmax's gradient: Σ over keys of p · dp
+            delta = (grad.to(exact) * out).sum(-1)
         for key, value in _pairs(links):
             heads, groups = q.shape[1], key.shape[1]
             score = _row_dot(q, key, exact) * scale

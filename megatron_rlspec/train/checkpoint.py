@@ -33,11 +33,8 @@ from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
 
 LAYOUT = "layout.json"
-_MOMENTS = (
-    "step",
-    "exp_avg",
-    "exp_avg_sq",
-)  # keys of AdamW's state; fused optimizers have no "step" there
+# Keys of AdamW's state; fused optimizers have no "step" there.
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class SaveError(RuntimeError):

@@ -244,13 +244,10 @@ class DrafterStep:
         return table
 
 
-# Keys of a micro-batch's sums: what `_predict` returns, which `follow_rounds` replaces by the three others
+# Keys of a micro-batch's sums: what `_predict` returns; and what `follow_rounds` replaces it by, the fields of
+# `Prediction` in their order
 _TABLE = "prediction/table"
-_PREDICTED = (
-    "prediction/reached",
-    "prediction/accepted",
-    "prediction/by_logq",
-)  # fields of `Prediction`, in order
+_PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
 
 
 def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:

@@ -39,8 +39,8 @@ def options(hf_config: Mapping[str, Any], parallel_size: int, dtype: str) -> dic
         "num_moe_experts": count(hf_config),
         "expert_model_parallel_size": parallel_size,
         "moe_ffn_hidden_size": width,
-        "moe_shared_expert_intermediate_size": width * shared
-        or None,  # Megatron makes one expert of all shared ones
+        # Megatron makes one expert of all shared ones.
+        "moe_shared_expert_intermediate_size": width * shared or None,
         "moe_layer_freq": [int(layer >= dense) for layer in range(layers)],
         "moe_router_topk": hf_config["num_experts_per_tok"],
         "moe_router_load_balancing_type": "none",

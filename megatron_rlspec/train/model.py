@@ -287,9 +287,8 @@ def embedding_for_drafter(model: GPTModel, copy: Tensor | None) -> Tensor | None
     if not last:
         copy = model.embedding.word_embeddings.weight.detach()
     elif copy is None:
-        copy = torch.empty_like(
-            head_weight(model)
-        ).detach()  # embedding and head have the same shape
+        # Embedding and output head have the same shape.
+        copy = torch.empty_like(head_weight(model)).detach()
     first = ps.get_pipeline_model_parallel_first_rank()
     dist.broadcast(copy, src=first, group=ps.get_embedding_group())
     return copy

@@ -242,9 +242,8 @@ class Learner:
             warmup = min(1.0, self.steps / adam.warmup_steps)
         decay = 1.0
         if adam.decay_steps:
-            paced_steps = (
-                self._pace.steps or self.steps
-            )  # a policy that is not trained has no steps
+            # A policy that is not trained has no steps.
+            paced_steps = self._pace.steps or self.steps
             decay = max(0.1, 1 - 0.9 * paced_steps / adam.decay_steps)
         return adam.lr * min(warmup, decay)
 

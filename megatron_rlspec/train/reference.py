@@ -53,9 +53,8 @@ class Reference:
     def _exchange(self) -> None:
         for tensor, copy in self._copies:
             present = tensor.detach().to("cpu", copy=True)
-            tensor.data.copy_(
-                copy
-            )  # in place: Megatron's buffers and views of the parameter must stay
+            # In place: Megatron's buffers and views of the parameter must stay.
+            tensor.data.copy_(copy)
             copy.copy_(present)
 
     @torch.no_grad()
@@ -101,9 +100,8 @@ class Reference:
     ) -> Sums:
         head, logp = self._distribution(batch, hidden)
         logq = next(reference)
-        divergence = (logp.exp() * (logp - logq)).sum(
-            -1
-        )  # of this rank's part of the vocabulary; summed below
+        # Of this rank's part of the vocabulary; `head.sum` below adds the other ranks' parts.
+        divergence = (logp.exp() * (logp - logq)).sum(-1)
         changed = head.argmax(logp) != head.argmax(logq)
         return {
             "drift/tokens": torch.tensor(len(logp), device=logp.device),

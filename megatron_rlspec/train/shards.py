@@ -120,9 +120,8 @@ def export(
             if dist.get_rank() != 0:
                 continue
             for hf, tensor in table.to_hf(name, table.unshard(name, parts)):
-                if (
-                    not live
-                ):  # an unsharded tensor can be the parameter itself, which the next step changes
+                # An unsharded tensor can be the parameter itself, which the next step changes.
+                if not live:
                     tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
                 yield hf, tensor.contiguous()
 

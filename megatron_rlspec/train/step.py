@@ -96,9 +96,8 @@ class Trainer:
             config.spec.verifier,
             coupled=config.spec.drafts == "coupled",
         )
-        self._draft_ids: Tensor | None = (
-            None  # of the draft vocabulary, `[S]` int64; None: all tokens
-        )
+        # The draft vocabulary, `[S]` int64; None: all tokens
+        self._draft_ids: Tensor | None = None
         if config.drafter.train and self.last_stage:
             # With the policy's seed, both would begin with the same random numbers.
             seed = config.train.seed + 1
