@@ -122,7 +122,7 @@ class Records:
         if done and self._useless_steps != USELESS_STEPS:
             return
         # If all rewards failed, `Generation._record_failures` has written an event.
-        if rewards.known(samples):
+        if rewards.known_rewards(samples):
             self.event("reward", f"step {done + 1}: {without_advantage(samples)}")
 
     def steps(self, total: int) -> Iterator[int]:

@@ -291,7 +291,9 @@ class Session:
         if self.config.algorithm.kl_coef and learns:
             assert self.trainer.reference is not None
             # with the reference's log-probs, to which KL is measured
-            mini_batches = [self.trainer.reference.filled(batches) for batches in mini_batches]
+            mini_batches = [
+                self.trainer.reference.with_logprobs(batches) for batches in mini_batches
+            ]
         options["logprob_gap"] = self.records.logprob_gap.limit
         train = partial(train_rollout, self.trainer, mini_batches, **options)
         seconds = self.rollouts.newest.seconds if self.rollouts is not None else None

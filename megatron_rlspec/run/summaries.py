@@ -33,7 +33,7 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "longest_response": float(max(lengths)),
         "truncated": float(np.mean([sample.status == "truncated" for sample in samples])),
     }
-    succeeded = rewards.known(samples)
+    succeeded = rewards.known_rewards(samples)
     if succeeded:
         values["reward"] = float(np.mean(succeeded))
         values["reward_std"] = float(np.std(succeeded))

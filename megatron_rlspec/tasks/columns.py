@@ -153,37 +153,41 @@ def demonstration(
 
     Raises DataError.
     """
-    before = prompt(where, row, options)
+    prompt_value = prompt(where, row, options)
     value = _needed(where, row, response_key, "sft.response_key")
     if isinstance(value, list):
         messages = checked(where, response_key, value, _MESSAGES)
         # The same list, not an equal one: both options then name one column, and the prompt is all but the response.
         if value is value_of(row, options.prompt_key):
-            before = before[:-1]
-        if not before or messages[-1].role != "assistant":
+            prompt_value = prompt_value[:-1]
+        if not prompt_value or messages[-1].role != "assistant":
             raise DataError(
                 f"{where}: {response_key}: expected messages that end with one of the assistant"
             )
         value = messages[-1].content
-    return before, checked(where, response_key, value, _TEXT)
+    return prompt_value, checked(where, response_key, value, _TEXT)
 
 
 def text(
     where: str,
     row: Mapping[str, Any],
-    before: str | Messages,
+    prompt_value: str | Messages,
     options: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """Return the text that the policy continues; `before`: what `prompt` returned. Raises DataError."""
+    """Return the text that the policy continues; `prompt_value`: what `prompt` returned. Raises DataError."""
     if not options.apply_chat_template:
-        return str(before)
+        return str(prompt_value)
     if tokenizer.chat_template is None:
         raise DataError(
             f"{tokenizer.name_or_path}: data.apply_chat_template=true, but the tokenizer has no template; expected one "
             f"in {tokenizer.name_or_path}/chat_template.jinja"
         )
-    messages = [{"role": "user", "content": before}] if isinstance(before, str) else before
+    messages = (
+        [{"role": "user", "content": prompt_value}]
+        if isinstance(prompt_value, str)
+        else prompt_value
+    )
     if options.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": options.system_prompt}, *messages]
     tools = value_of(row, options.tools_key) or []

@@ -222,8 +222,8 @@ def read_demonstrations(
             seeds[i] = columns.seed(where, row)
             texts.append(("", ""))  # so that indices of `texts` are those of rows
         else:
-            before, response = columns.demonstration(where, row, options, response_key)
-            texts.append((columns.text(where, row, before, options, tokenizer), response))
+            prompt_value, response = columns.demonstration(where, row, options, response_key)
+            texts.append((columns.text(where, row, prompt_value, options, tokenizer), response))
     prompts = _prompt_tokens(tokenizer, [prompt for prompt, _ in texts])
     responses: list[list[int]] = []
     for start in range(0, len(texts), TOKENIZER_BATCH):

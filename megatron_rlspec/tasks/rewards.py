@@ -82,7 +82,7 @@ class Scorer:
         self._interrupted.set()
 
     def close(self) -> None:
-        """End the workers, after the rewards that have begun. Safe to repeat."""
+        """End the workers, after the rewards that were added and not cancelled. Safe to repeat."""
         self._threads.shutdown()  # waits for the threads, which put their workers back into the queue
         while not self._workers.empty():
             self._workers.get().stop()
@@ -172,7 +172,7 @@ def failed(sample: Sample) -> bool:
     return "reward_error" in sample.metadata
 
 
-def known(samples: Sequence[Sample]) -> list[float]:
+def known_rewards(samples: Sequence[Sample]) -> list[float]:
     """Return the rewards of those samples whose reward did not fail."""
     return [sample.reward for sample in samples if not failed(sample)]
 
@@ -188,7 +188,7 @@ class FailedSteps:
     """Count the steps in a row in which every reward failed. `most` such steps stop the run; 0 means no limit.
 
     Before any reward has succeeded, one such step or evaluation stops the run, because the reward itself must be wrong.
-    With most = 0 it does not.
+    With most = 0 nothing stops the run.
     """
 
     def __init__(self, most: int) -> None:

@@ -39,23 +39,23 @@ from megatron_rlspec.train.varlen import Varlen
 class Chain:
     """The (key, value) pairs of one drafter layer at all its depths, the keys rotated.
 
-    base   those of depth 1, `[T, g, d]`, in the order of context-parallel ranks; None while depth 1 itself runs
-    links  those of depths 2..d - 1, `[t, g, d]` each
-    made   those of the current depth, set by `PackedAttention.forward`; read by `next`
+    base     those of depth 1, `[T, g, d]`, in the order of context-parallel ranks; None while depth 1 itself runs
+    links    those of depths 2..d - 1, `[t, g, d]` each
+    current  those of the depth that runs, set by `PackedAttention.forward`; read by `next`
 
     The policy's layers have an empty chain, as at depth 1. Gradients flow through all pairs.
     """
 
     base: tuple[Tensor, Tensor] | None = None
     links: tuple[tuple[Tensor, Tensor], ...] = ()
-    made: tuple[Tensor, Tensor] | None = None
+    current: tuple[Tensor, Tensor] | None = None
 
     def next(self) -> Chain:
         """Return the chain for the next depth."""
-        assert self.made is not None, "the layer of this depth has not run"
+        assert self.current is not None, "the layer of this depth has not run"
         if self.base is None:
-            return Chain(self.made)
-        return Chain(self.base, (*self.links, self.made))
+            return Chain(self.current)
+        return Chain(self.base, (*self.links, self.current))
 
 
 @dataclass
@@ -173,11 +173,11 @@ class PackedAttention(MegatronModule):
                 both = torch.cat([key, value], -1)
                 both = gather_from_sequence_parallel_region(both, group=self.cp_group)
                 key, value = both.split(key_width, -1)
-            chain.made = (key, value)
+            chain.current = (key, value)
         else:
             # A row attends to its own links only, so they stay on this rank.
-            chain.made = (key, value)
-            for pair in (*chain.links, chain.made):
+            chain.current = (key, value)
+            for pair in (*chain.links, chain.current):
                 links += pair
             key, value = chain.base
         out = _Attend.apply(query, key, value, packed.plan, self.scale, *links)

@@ -137,7 +137,7 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
     return metrics
 
 
-def filled(
+def with_logprobs(
     batches: Sequence[PackedBatch], field: str, logprobs: Sequence[Tensor]
 ) -> list[PackedBatch]:
     """Return the batches with these log-probs, `[T]` for each, in `field`: "old_logprobs" or "reference_logprobs"."""

@@ -68,7 +68,8 @@ class Learner:
 
     pipelined  True: the module is split over pipeline stages (the policy). False: it is whole on this one (the drafter)
     overlap    sum gradients over replicas while the last micro-batch's backward still computes. The schedule must run
-               the other micro-batches in `ddp.no_sync()`. Not for the drafter: its backward runs outside the schedule
+               the other micro-batches in `ddp.no_sync()`. Not for the drafter: its backward runs in the forward
+               pass of every micro-batch, without `no_sync`
     pace       the rate decays by the updates of this learner, if it has any; None: by the learner's own. The drafter
                can have several updates in a step, or none, and follows the policy
     steps      updates so far, also those before a resume (`checkpoint.load`)
@@ -129,8 +130,9 @@ class Learner:
         That function communicates over all ranks, and only those of the last pipeline stage have a drafter. So this
         calls the private function behind it, with groups of the ranks that have the module.
         """
-        # replicas: whose gradients are summed. shards: over which squared norms are summed (`stage`: of this pipeline
-        # stage, `all_stages`: of all). instance: all ranks that have a part of the module.
+        # replicas: ranks over which gradients are summed. shards: ranks over which squared norms are summed (`stage`:
+        # of this pipeline stage, `all_stages`: of all). instance: the same for a distributed optimizer, whose state is
+        # split over replicas, too.
         if experts:
             replicas = ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)
             replicas_gloo = ps.get_expert_data_parallel_group_gloo(

@@ -20,7 +20,7 @@ from megatron_rlspec.losses.head import VocabParallelHead
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.train import experts
 from megatron_rlspec.train.attention import PackedSequences
-from megatron_rlspec.train.objectives import Sums, filled, reduce_sums
+from megatron_rlspec.train.objectives import Sums, reduce_sums, with_logprobs
 from megatron_rlspec.types import PackedBatch
 
 # The most tokens of a micro-batch whose distributions `drift` compares. One array `[ROWS, V / tensor]` for each
@@ -63,9 +63,9 @@ class Reference:
         with self._in_place():
             return self._trainer.logprobs(batches)
 
-    def filled(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+    def with_logprobs(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """Return the batches with the log-probs of the reference, which the KL penalty reads."""
-        return filled(batches, "reference_logprobs", self.logprobs(batches))
+        return with_logprobs(batches, "reference_logprobs", self.logprobs(batches))
 
     @torch.no_grad()
     def drift(self, batches: Sequence[PackedBatch]) -> dict[str, float]:

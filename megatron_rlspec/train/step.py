@@ -106,8 +106,8 @@ class Trainer:
             self.drafter_step = DrafterStep(
                 self.drafter, config.drafter, config.optimizer, self._objective, pace=self.learner
             )
-        # Only after the models are built. Megatron's layers with experts make a deep copy of this configuration; with
-        # these methods in it, the copy would contain the learner and its model.
+        # Only after the models are built. Megatron's layers with experts can make a deep copy of this configuration.
+        # With these methods in it, the copy would contain the learner and its model.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
         self.prediction: Prediction | None = None
@@ -237,9 +237,9 @@ class Trainer:
     ) -> dict[int, float]:
         """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
 
-        The policy must have generated the texts. Drafts are coupled, with the best sharpness, if spec.drafts says so
-        and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed with
-        depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers. No weight changes.
+        The figures hold for texts that the policy generated. Drafts are coupled, with the best sharpness, if
+        spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed
+        with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers. Weights stay.
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)

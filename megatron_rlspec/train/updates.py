@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rlspec.speculation.acceptance import Prediction, added
-from megatron_rlspec.train.objectives import filled, means, total_of
+from megatron_rlspec.train.objectives import means, total_of, with_logprobs
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import PackedBatch
 
@@ -36,7 +36,9 @@ def train_rollout(
     if learns and not from_engines:
         # Before the first update, for all later ones. The first mini-batch needs none: its own forward pass is that of
         # the same policy.
-        later = [filled(batches, "old_logprobs", trainer.logprobs(batches)) for batches in later]
+        later = [
+            with_logprobs(batches, "old_logprobs", trainer.logprobs(batches)) for batches in later
+        ]
     totals: list[dict[str, list[float]]] = []
     updates: list[dict[str, float]] = []
     prediction: Prediction | None = None
