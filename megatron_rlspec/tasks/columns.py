@@ -157,7 +157,7 @@ def demonstration(
     value = _needed(where, row, response_key, "sft.response_key")
     if isinstance(value, list):
         messages = checked(where, response_key, value, _MESSAGES)
-        # The same list, not an equal one: both options then name one column, and the prompt is all but the response.
+        # The same list, not an equal one: prompt and response are read from one column. The prompt is its beginning.
         if value is value_of(row, options.prompt_key):
             prompt_value = prompt_value[:-1]
         if not prompt_value or messages[-1].role != "assistant":

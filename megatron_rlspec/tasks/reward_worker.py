@@ -86,7 +86,7 @@ def math_reward(prompt: str, response: str, label: str, metadata: Mapping[str, A
 
 def _equal(response: str, label: str) -> float:
     """Return 1 or 0 of `math_reward` for one accepted label. Raises ValueError for a label that is no expression."""
-    # An optional package.
+    # Imported here: the other rewards do not need it.
     from math_verify import parse, verify
 
     # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use
@@ -145,7 +145,7 @@ def build(kind: str) -> Reward:
 
 
 def number(value: Any) -> float:
-    """Return `value` as a finite number, also that of an array or tensor of one element. Raises ValueError."""
+    """Return `value` as a finite float; an array or tensor of one element counts as that element. Raises ValueError."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         reward = float(plain) if isinstance(plain, numbers.Real) else math.nan

@@ -121,6 +121,7 @@ class Drafter(MegatronModule):
     def _depth(
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
+        """Call `run`, with its activations stored or computed again in the backward pass."""
         inputs = (state, embedded, packed, chains)
         if self.recompute and torch.is_grad_enabled():
             # Nothing inside is random, so no generator is restored. A layer stores its chain's keys as a side effect.

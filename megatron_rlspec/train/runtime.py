@@ -1,4 +1,4 @@
-"""The process of a rank: its device, Megatron's groups, random streams, and what its machine decides."""
+"""The process of a rank: its device, Megatron's groups, random streams, and options that depend on the machine."""
 
 from __future__ import annotations
 

@@ -239,7 +239,9 @@ class Trainer:
 
         The figures hold for texts that the policy generated. Drafts are coupled, with the best sharpness, if
         spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed
-        with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers. Weights stay.
+        with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers.
+
+        No weight changes, but `sharpness` becomes the best one for these texts.
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)
@@ -258,11 +260,12 @@ class Trainer:
         if self.drafter is not None and replay is not None:
             self.drafter.eval()
             replay.objective = objective
+        # Other stages have no step, and pass None to a report that they never make.
         sums = self.read(batches, partial(self._replayed, replay))
         follow_rounds(sums, objective.predicted_steps)
         totals = reduce_sums(sums)
         prediction = prediction_of(totals, objective.predicted_steps)
-        if prediction is None:
+        if prediction is None:  # no position can start a round, or the loss was not finite
             return dict.fromkeys(steps, 1.0)
         self.sharpness = prediction.sharpness or self.sharpness
         return {k: prediction.tokens_per_round(k) for k in steps}
