@@ -61,9 +61,8 @@ class Batched:
         for batch in batches:
             longest = batch[0][1]
             position = torch.arange(longest)
-            starts, lengths = torch.tensor(batch)[:, :, None, None].unbind(
-                1
-            )  # `[batch, 1, 1]` each
+            # `[batch, 1, 1]` each
+            starts, lengths = torch.tensor(batch)[:, :, None, None].unbind(1)
             shapes.append((len(batch) * groups, longest))
             row = (starts + position) * groups + head
             rows.append(row.masked_fill(position >= lengths, -1).flatten())

@@ -191,7 +191,7 @@ class DrafterStep:
         Collective over the context-parallel ranks. The gradients are added to those of earlier micro-batches.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
-                teacher's logits are computed; None if `student.observe` has received every row
+                teacher's logits are computed; None if `student.observe` has received every row, or without a teacher
         """
         if self.objective.loss == "ce":
             student.learn_labels()
