@@ -96,11 +96,11 @@ def test_sglang_captures_the_ranges(sglang_models: ModuleType, files: Path, tmp_
     decider.start(params.candidate_steps, MODEL)
     decider.replace({"roofline": Roofline.of_layers(36).to_json()})
     decider.limit(captured, start=1)
-    assert decider._most and max(decider._most) == SpecConfig(5) and OFF not in decider._most
+    assert decider._largest_batch and max(decider._largest_batch) == SpecConfig(5) and OFF not in decider._largest_batch
     for batch in range(1, 257):
         decider.rule.acceptance.predict([0.99] * 5)
         config, _ = decider.choose(batch, 128 * batch, lambda n: 0)
         padded = next(size for size in graphs.graph_sizes(256) if size >= batch)
         assert config.num_steps == 1 or padded in captured[config.num_steps]
     decider.limit(dict.fromkeys(STEPS), start=1)  # without graphs nothing is limited
-    assert decider._most == {}
+    assert decider._largest_batch == {}

@@ -1,7 +1,7 @@
 """Decide before every decode round, in place of SGLang's adaptive controller, and run rounds without drafter passes.
 
-This file imports SGLang; `plugin.py` imports it in SGLang's own processes only. The base class has no module-level name
-here, because SGLang's hooks rebind every module-level name of a class that they replace.
+This file imports SGLang, so only `http/plugin.py` imports it, in SGLang's own processes. The base class has no
+module-level name here, because SGLang's hooks rebind every module-level name of a class that they replace.
 
 SGLang calls the controller when it launches a round. The overlap scheduler launches a round before it processes the one
 before. So request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch late.
@@ -35,12 +35,16 @@ from megatron_rlspec.types import OFF, SpecConfig
 logger = logging.getLogger(__name__)
 
 
-def _nothing(_: int) -> int:
+def _none_missed(_: int) -> int:
+    """Stand for `DrafterGap.missed` while no drafter is behind."""
     return 0
 
 
 class DraftController(adaptive_runtime_state.AdaptiveController):
-    """SGLang's AdaptiveController with our decision. SGLang's rule still lists the candidates and sizes the graphs."""
+    """SGLang's AdaptiveController with our decision. SGLang's rule still lists the candidates and sizes the graphs.
+
+    It wraps two methods of the `EAGLEWorkerV2` that it belongs to, and the scheduler's thread calls all of its own.
+    """
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker, *args, **kwargs)  # `args`: SGLang's rule or its file, by version
@@ -50,22 +54,25 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             worker.target_worker.model_config.hf_text_config.to_dict(),
             worker.server_args.tp_size,
         )
-        self._config = SpecConfig(worker.speculative_num_steps)
         self.gap = DrafterGap(worker)
+        # The round that is being launched, as `_decide` leaves it:
+        self._batch: Any = None  # SGLang's `ScheduleBatch`
+        self._config = SpecConfig(worker.speculative_num_steps)
         # indices of the requests whose drafter has caught up; None: all
         self._drafting: list[int] | None = None
-        self._caught_up = 0.0  # seconds that this took
-        self._batch: Any = None
-        self._context = 0  # tokens
+        self._caught_up = 0.0  # seconds that catching up took
+        self._context = 0  # tokens of all its requests
         self._plain = False  # whether no request of the round needs the verify path
-        self._decided = False  # whether this round was decided before SGLang asked
+        self._decided = False  # whether `_round` decided it, so `activate_step_by_batch` must not decide again
         self._forward = worker.forward_batch_generation
         worker.forward_batch_generation = self._round
         self._extend = worker.draft_worker._draft_extend_for_decode
         worker.draft_worker._draft_extend_for_decode = self._extend_unless_off
 
     def init_states(self, *args: Any, **kwargs: Any) -> None:
+        """Build the runtime state and graphs of every step count, then tell the decider what these allow."""
         super().init_states(*args, **kwargs)
+        # Only now does the target's `ModelRunner` have its attention, which `unsupported` reads.
         if not decisions.decider.even:
             decisions.decider.even = ragged.unsupported(ragged.present.runner)
             if decisions.decider.even:
@@ -81,13 +88,14 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         self._decided = False
 
     def _decide(self, batch_size: int) -> None:
+        """Choose the round's configuration, let drafters catch up for it, and put SGLang's state for it in place."""
         reqs = self._batch.reqs
         gap = self.gap
         self._caught_up = 0.0
-        if reqs:
+        if reqs:  # without requests the configuration stays
             self._context = sum(r.seqlen for r in reqs)
             self._plain = plain_round.asks_no_more(self._batch)
-            missed = partial(gap.missed, reqs) if gap.open else _nothing
+            missed = partial(gap.missed, reqs) if gap.open else _none_missed
             if decisions.decider.can_hold and plain_round.penalised(self._batch):
                 self._config, n = OFF, 0
             else:
@@ -99,7 +107,10 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         self._begin_ragged(batch_size)
 
     def _begin_ragged(self, batch_size: int) -> None:
-        """Say how many drafts the round verifies. Those of drafters that have not caught up have no q."""
+        """Say how many drafts the round verifies.
+
+        It verifies all of them if a drafter has not caught up: random drafts have no q to choose by.
+        """
         rule = decisions.decider.choosing
         drafting = self._config.num_steps > 0 and self._drafting is None
         if not (rule and drafting and self._plain and ragged.asks_no_more(self._batch)):
@@ -110,7 +121,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         ragged.present.begin(rule.drafts(batch_size), most, rule.selection, self._batch)
 
     def _catch_up(self, n: int) -> list[int] | None:
-        """Let n drafters read what they missed. Returns `_drafting`."""
+        """Let the drafters of the n requests that are least behind read what they missed. Returns `_drafting`."""
         device = self._batch.seq_lens.device
         # Wait for the round before, so that its time does not count as time of catching up.
         if device.type == "cuda":
@@ -122,7 +133,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         return drafting
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Pass the counts to SGLang's rule if that decides.
+        """Pass the accepted drafts of each request to SGLang's rule if that decides.
 
         Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
         scheduler the present one may be another.
@@ -131,9 +142,13 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
     def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the worker's `forward_batch_generation`: a prefill, or one decode round that is decided here.
+
+        `on_publish` is SGLang's callback under the overlap scheduler, which gets the new sequence lengths.
+        """
         self._batch = batch
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
-            if self.gap.open:
+            if self.gap.open:  # SGLang's prefill lets the drafter read the whole prompt
                 self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
         self._decide(len(batch.reqs))
@@ -143,13 +158,17 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         else:
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
+        # read by `control._after_decode` when the results are processed
         result.rlspec_round = DecodeRound(
             self._config, self._context, self._drafting, self._caught_up, *self._chosen()
         )
         return result
 
     def _chosen(self) -> tuple[Any, Any]:
-        """Return log q of the drafts, and how many were verified of each request, on the host when results are."""
+        """Return log q [B, k] of the drafts and the verified drafts [B]; (None, None) if all were verified.
+
+        They are copied to the host without a wait, and have arrived when SGLang processes the round's results.
+        """
         chosen = ragged.present.chosen
         if chosen is None:
             return None, None
@@ -158,6 +177,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         return async_d2h(chosen.logq), async_d2h(chosen.lengths)
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
+        """Wrap the drafter's pass over the tokens that the verify path computed, and keep what a drafter misses."""
         if self._config.off or self._drafting is not None:
             # CUDA graphs write their outputs into the same buffers in every round.
             hidden = result.logits_output.hidden_states.clone()
@@ -165,12 +185,18 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             if self._config.off:
                 self._leave_out(batch, result, hidden, tokens)
                 return
+            # Drafters outside `_drafting` run, too, but on a cache with a gap: they must read these tokens again.
             self.gap.record(
                 batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ()
             )
         self._extend(batch, result, **kwargs)
 
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
-        """Skip the drafter in this round, and keep its inputs."""
+        """Skip the drafter in this round, and keep its inputs.
+
+        hidden  the target's hidden states [B, H], or [B * w, H] with w positions of each request
+        tokens  of the same positions
+        """
         self.gap.record(batch.reqs, hidden, tokens)
+        # SGLang passes the drafter's output on to the next round, so tensors of its shape must be there.
         self.worker._stub_skipped_draft_extend(batch, result)

@@ -31,13 +31,14 @@ from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.token_filter import filtered
 
 DRAFT_WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
-# in buffers of fixed address
+# The fields of `_Rows` that captured graphs read at fixed addresses.
 BUFFERED = ("seeds", "temperatures", "top_ks", "sharpness")
-# A sharpness that no noise makes up for: the draft is the likeliest word.
+# A sharpness at which the noise cannot change the draft: it is the likeliest token.
 GREEDY = 1e8
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
+    """Yield the hook that changes every `EagleDraftWorker` when it is built."""
     if active(settings):
         yield f"{DRAFT_WORKER}.__init__", _install, "AFTER"
 
@@ -48,7 +49,7 @@ def active(settings: Settings) -> bool:
 
 
 def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
-    # the choice waits for the device, which the capture of a graph cannot
+    # The first call compares the kernel with plain torch and waits for the device. A graph's capture must not wait.
     chosen.sampling(torch.empty(0, device=drafter.draft_runner.device))
     CoupledDrafts(drafter)
 
@@ -59,8 +60,8 @@ class _Rows:
 
     seeds         [B] int64
     temperatures  [B, 1]
-    top_ks        [B]; 1: greedy
-    sharpness     [B, 1]
+    top_ks        [B]; 1: a greedy request, whose draft is the likeliest token
+    sharpness     [B, 1], the factor s of log q
     info          SGLang's `SamplingBatchInfo` with top-k, top-p and min-p. None in a CUDA graph, which cannot branch on
                   them: there, drafts are from all tokens.
     """
@@ -72,26 +73,32 @@ class _Rows:
     info: Any = None
 
     def first(self, rows: int, info: Any) -> _Rows:
-        """Return the first `rows` rows of buffers."""
+        """Return views of the first `rows` rows, with `info`."""
         columns = {name: getattr(self, name)[:rows] for name in BUFFERED}
         return _Rows(**columns, info=info)
 
     @classmethod
-    def of(cls, info: Any) -> _Rows:
+    def from_info(cls, info: Any) -> _Rows:
+        """Return the rows of all requests of a `SamplingBatchInfo`, at the sharpness in force."""
         sharpness = torch.full_like(info.temperatures, decisions.decider.sharpness)
         return cls(info.sampling_seed, info.temperatures, info.top_ks, sharpness, info)
 
 
 class CoupledDrafts:
-    """Hooks one `EagleDraftWorker`."""
+    """Replaces methods of one `EagleDraftWorker` and of its model runner, and calls SGLang's own ones inside.
+
+    A round: `_fill_and_draft` fills the buffers and calls SGLang's `draft`. That replays a graph, or runs the loop
+    `_further_drafts`, which calls `_run` for each further draft. After the verification `_after_extend` chooses the
+    first draft of the next round.
+    """
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
-        self._buffers: _Rows | None = None  # of fixed address
-        self._loop: _Rows | None = None  # of the loop over drafts that runs
-        # log q [rows, most steps - 1] of the drafts behind the first one, of fixed address
+        self._buffers: _Rows | None = None  # at fixed addresses, with a row for each possible request
+        self._loop: _Rows | None = None  # the rows of the loop over further drafts while it runs, else None
+        self._step = 0  # passes of that loop so far
+        # log q [rows, MOST_DRAFTS - 1] of the drafts behind the first one, at a fixed address
         self._logq = torch.empty(0)
-        self._step = 0  # of that loop
         self._logits: Any = None  # LogitsProcessorOutput of the drafter's last pass
         runner = drafter.draft_runner
         self._forward = runner.forward
@@ -106,15 +113,18 @@ class CoupledDrafts:
         drafter.draft_forward = self._further_drafts
 
     def _run(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wrap a pass of the drafter's model. In the loop over further drafts, replace its logits."""
         result = self._forward(forward_batch, *args, **kwargs)
         self._logits = result.logits_output
         if self._loop is not None:
             logits = self._logits.next_token_logits
+            # The drafter at position t predicts the token that the target samples at t + 1, with the noise of t + 1.
             keys = forward_batch.positions[: len(logits)] + 1
             drafts, logq = self._choose(logits, keys, self._loop)
-            if not decisions.decider.even:
+            if not decisions.decider.even:  # only ragged rounds read log q
                 self._logq[: len(logq), self._step] = logq
                 self._step += 1
+            # SGLang takes the argmax of these.
             self._logits.next_token_logits = torch.zeros_like(logits).scatter_(1, drafts, 1.0)
         return result
 
@@ -125,6 +135,8 @@ class CoupledDrafts:
 
     def _after_extend(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = self.drafter.cuda_graph_runner_for_draft_extend
+        # A graph's replay does not call `_run`, so its logits are taken here. SGLang has other graphs for each number
+        # of drafts and swaps them, so each is wrapped at its first use. The attribute marks those that are.
         if graphs is not None and not hasattr(graphs, "rlspec_execute"):
             graphs.rlspec_execute = graphs.execute
             graphs.execute = self._remembering(graphs.execute)
@@ -140,21 +152,26 @@ class CoupledDrafts:
         return run
 
     def _first(self, batch: Any, keys: Tensor, drafted: Any) -> None:
-        """Choose the first draft of each request for the next round. SGLang passes its q on as `topk_p`."""
+        """Choose the first draft of each request for the next round. SGLang passes its q on as `topk_p`.
+
+        keys     [B] at least: the position of each request's newest token, at which the target samples the next one
+        drafted  SGLang's `EagleDraftInput`, whose drafts are replaced
+        """
         logits = self._logits.next_token_logits
-        rows = _Rows.of(batch.sampling_info)
+        rows = _Rows.from_info(batch.sampling_info)
         drafts, logq = self._choose(logits, keys[: len(logits)], rows)
         drafted.topk_index = drafts.to(drafted.topk_index.dtype)
         if not decisions.decider.even:
             drafted.topk_p = logq.exp()[:, None].to(drafted.topk_p.dtype)
 
     def _fill_and_draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = _Rows.of(batch.sampling_info)
+        """Wrap SGLang's `draft`, the loop or its graph; then choose which drafts a ragged round verifies."""
+        rows = _Rows.from_info(batch.sampling_info)
         buffers = self._buffers_for(len(rows.seeds), rows)
         for name in BUFFERED:
             values = getattr(rows, name)
             getattr(buffers, name)[: len(values)].copy_(values)
-        first = batch.spec_info.topk_p
+        first = batch.spec_info.topk_p  # q [B, 1] of the first drafts, by `_first`
         drafted = self._draft(batch, *args, **kwargs)
         if ragged.present.drafts is not None:
             further = self._logq[: len(first), : self.drafter.speculative_num_steps - 1]
@@ -162,8 +179,9 @@ class CoupledDrafts:
         return drafted
 
     def _further_drafts(self, forward_batch: Any) -> Any:
+        """Wrap SGLang's loop over further drafts. A graph is captured from it, too."""
         rows = forward_batch.batch_size
-        buffers = self._buffers_for(rows, _Rows.of(forward_batch.sampling_info))
+        buffers = self._buffers_for(rows, _Rows.from_info(forward_batch.sampling_info))
         in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
         info = None if in_graph else forward_batch.sampling_info
         self._loop = buffers.first(rows, info)
@@ -174,6 +192,7 @@ class CoupledDrafts:
             self._loop = None
 
     def _buffers_for(self, rows: int, like: _Rows) -> _Rows:
+        """Return the buffers. The first call makes them; later ones must not, since graphs keep the addresses."""
         if self._buffers is None:
             rows = max(rows, self.drafter.draft_runner.max_running_requests)
             self._logq = like.temperatures.new_zeros(rows, MOST_DRAFTS - 1)
@@ -186,26 +205,28 @@ class CoupledDrafts:
         return self._buffers
 
     def _choose(self, logits: Tensor, keys: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-        """Return the drafts [B, 1], as columns of `logits [B, S]`, and their log q [B].
+        """Return the drafts [B, 1] int64, as columns of `logits [B, S]`, and their log q [B].
 
-        keys  [B] positions that predict them, which key the noise
+        Log q is that at the request's temperature, before sharpness and limits.
+
+        keys  [B] int64: the positions at which the target samples the same tokens, which key the noise
         """
-        words = self.drafter.hot_token_id
+        token_ids = self.drafter.hot_token_id  # [S] token ids of the columns; None: column i is token i
         filtering = rows.info is not None and limited(rows.info)
         kernel = None if filtering else chosen.sampling(logits)
         if kernel is not None:
             greedy = rows.top_ks[:, None] == 1
             sharpness = rows.sharpness.masked_fill(greedy, GREEDY)
             sampled, logprobs = kernel.sample(
-                logits, rows.seeds, keys, rows.temperatures, sharpness, words
+                logits, rows.seeds, keys, rows.temperatures, sharpness, token_ids
             )
             return sampled[:, None], logprobs
-        of_all = logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
+        unlimited_logq = logq = torch.log_softmax(logits.float() / rows.temperatures, -1)
         if filtering:
             info = rows.info
             min_ps = info.min_ps if info.need_min_p_sampling else None
             logq = filtered(logq.exp(), info.top_ks, info.top_ps, min_ps).log()
         logq = logq * rows.sharpness
-        drafts = draw(logq, rows.seeds, keys, words)[:, None]
+        drafts = draw(logq, rows.seeds, keys, token_ids)[:, None]
         drafts = torch.where(rows.top_ks[:, None] == 1, logits.argmax(-1, keepdim=True), drafts)
-        return drafts, of_all.gather(1, drafts)[:, 0]
+        return drafts, unlimited_logq.gather(1, drafts)[:, 0]

@@ -20,12 +20,13 @@ from megatron_rlspec.types import OFF, SpecConfig, checked_sharpness
 
 @dataclass(frozen=True)
 class DecodeRound:
-    """What one decode round ran.
+    """What one decode round of B requests ran. `controller.py` makes it at launch; `control.py` reads it afterwards.
 
-    drafting  indices of the requests whose drafter had caught up; None: all of them
-    caught_up seconds in which drafters caught up when it was launched
-    logq      [B, k] of the drafts, if it verified some of them; None: it verified all
-    verified  [B] drafts of each request; None: all
+    context_tokens  of all requests together, prompts included
+    drafting        indices of the requests whose drafter had caught up; None: all of them
+    caught_up       seconds in which drafters caught up when it was launched
+    logq            tensor [B, k] on the host: log q of the drafts; None if the round verified all of them
+    verified        tensor [B] on the host: verified drafts of each request; None if the round verified all
     """
 
     config: SpecConfig
@@ -36,14 +37,14 @@ class DecodeRound:
     verified: Any = None
 
     def drafts(self, requests: np.ndarray) -> np.ndarray:
-        """Return how many drafts of some requests were verified."""
+        """Return how many drafts of each of these requests were verified, [n]. `requests` [n] are indices."""
         if self.verified is None:
             return np.full(len(requests), self.config.num_steps)
         of_requests: np.ndarray = self.verified.numpy()[requests]
         return of_requests
 
     def behind(self, batch: int) -> set[int]:
-        """Return the indices of the requests, of `batch` many, whose drafter has not read this round's tokens."""
+        """Return the indices of the requests whose drafter has not read this round's tokens; `batch`: all requests."""
         if self.config.off:
             return set(range(batch))
         if self.drafting is None:
@@ -52,7 +53,7 @@ class DecodeRound:
 
 
 class RoundTime(NamedTuple):
-    """The arguments of `SpecRule.timed`: a round, and its duration by one rank's clock."""
+    """The arguments of `SpecRule.timed`, in its order: a round, and its duration by one rank's clock."""
 
     config: SpecConfig
     batch: int
@@ -63,26 +64,29 @@ class RoundTime(NamedTuple):
 
 
 class Decider:
-    """The rule in force, limited to the configurations for which the engine holds runtime state."""
+    """What chooses each round's configuration, among those for which the engine holds runtime state.
+
+    Of these, the first that is set decides: `held`, `stock`, `fixed`, `rule`.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._num_steps = settings.num_steps
         self._off = settings.off
         self.can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
-        self.held = ""  # why speculation is held off; the rule below then waits
+        self.held = ""  # why speculation is held off; "" if it is not
         # why all requests verify the same number of drafts; "" if they need not
         self.even = "" if settings.ragged else "the engine was launched without --ragged"
         self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
         self.rule: SpecRule | None = None  # the last one; its timings stay
         self.stock: Any = None  # SGLang's own rule, while it decides
-        self._stock: Any = None  # the same, with what it has learnt
+        self._stock: Any = None  # the same rule at all times: it keeps what it learnt until it decides again
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 1  # tensor-parallel size
-        # rounds of which the other ranks do not know this rank's time
+        # rounds that the rule has not learnt yet; `shared_times.py` broadcasts the first rank's and clears them
         self.untold: list[RoundTime] = []
-        # the largest batch with captured graphs, where graphs are limited
-        self._most: dict[SpecConfig, int] = {}
+        # the largest batch at which the rule may choose a configuration; absent: any
+        self._largest_batch: dict[SpecConfig, int] = {}
 
     @property
     def name(self) -> str:
@@ -96,10 +100,12 @@ class Decider:
     def start(
         self, candidate_steps: Sequence[int], model: Mapping[str, Any], ranks: int = 1
     ) -> None:
-        """Set the candidates, and the number of drafts of the settings or a rule made of the model's config.json.
+        """Set the candidates. Then fix the number of drafts that the settings name, or begin with a rule.
 
-        Step 0 stands for two: the drafter reads along and drafts nothing, or it is off.
+        SGLang's step count 0 gives two candidates: `OFF`, and `SpecConfig(0)`, in which the drafter reads along and
+        drafts nothing.
 
+        model  config.json of the target, from which the rule's first costs follow
         ranks  tensor-parallel size
         """
         self.ranks = ranks
@@ -112,35 +118,36 @@ class Decider:
             self.set_config(SpecConfig.of(self._num_steps))
 
     def limit(self, captured: Mapping[int, Sequence[int] | None], start: int) -> None:
-        """Keep the rule from running step counts at batches for which only others are captured.
+        """Keep the rule from choosing a step count above its largest captured batch, if others have larger graphs.
 
-        `captured`: the batch sizes with graphs, by step count; None: no graphs. SGLang captures the step count that it
-        starts with, `start`, at every batch size.
+        captured  the batch sizes with graphs, by step count; None: no graphs
+        start     the step count that SGLang starts with, which it captures at every batch size
         """
         largest = {}
         for steps, sizes in captured.items():
             if sizes is not None:
                 largest[steps] = max(sizes, default=0)
-        most = max(largest.values(), default=0)
-        self._most = {}
+        of_any = max(largest.values(), default=0)
+        self._largest_batch = {}
         for steps, batch in largest.items():
-            if steps not in (0, start) and batch < most:
-                self._most[SpecConfig(steps)] = batch
+            if steps not in (0, start) and batch < of_any:
+                self._largest_batch[SpecConfig(steps)] = batch
         if self.rule is not None:
-            self.rule.limit(self._most)
+            self.rule.limit(self._largest_batch)
 
     def replace(self, data: Mapping[str, Any]) -> None:
         """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
 
         `sharpness` in `data` is that of coupled drafts from now on. `{"stock": true}` lets SGLang's own adaptive rule
-        decide, for comparisons. Raises ValueError.
+        decide, for comparisons. The other side is `speculation/learning.py`, `Learning.rule`. Raises ValueError, and
+        then nothing has changed.
         """
         data = dict(data)
         sharpness = self._sharpness(data.pop("sharpness", None))
         if data.get("stock"):
             self.stock = self._stock = self._stock or self._stock_rule()
             return
-        # `OFF` emits the same tokens as step 0 for less.
+        # `OFF` gives the same tokens as step 0 and costs less, so step 0 is not offered.
         candidates = [c for c in self.candidates if c != SpecConfig(0)] or self.candidates
         data["ragged"] = not self.even and data.get("ragged", True)
         offered = [config.to_json() for config in candidates]
@@ -148,13 +155,16 @@ class Decider:
         self._check(rule.candidates)
         if self.rule is not None:
             rule.inherit(self.rule)
-        rule.limit(self._most)
+        rule.limit(self._largest_batch)  # after `inherit`, which takes the former rule's limits
         self.rule = rule
         self.fixed = self.stock = None
         self.sharpness = sharpness
 
     def hold(self, reason: str) -> None:
-        """Run `OFF` until `held` is "" again. Rules that are set meanwhile decide after that. Raises ValueError."""
+        """Run `OFF` until `held` is "" again. A rule that is set meanwhile decides afterwards.
+
+        Raises ValueError in an engine that cannot run `OFF`.
+        """
         if not self.candidates:
             raise ValueError(
                 "speculation cannot be switched here: the engine runs no adaptive speculation"
@@ -168,7 +178,11 @@ class Decider:
     def choose(
         self, batch: int, context_tokens: int, missed: Callable[[int], int]
     ) -> tuple[SpecConfig, int]:
-        """Return the next round's configuration, and how many requests' drafters have to catch up before it."""
+        """Return the next round's configuration, and how many requests' drafters have to catch up before it.
+
+        batch   requests
+        missed  `DrafterGap.missed`: tokens that the n requests that are least behind have missed together
+        """
         if self.held:
             return OFF, 0
         if self.stock:
@@ -191,7 +205,10 @@ class Decider:
         return None if self.even or rule is None or rule.selection is None else rule
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
-        """Let the rule learn the duration of a round, once all ranks are told it."""
+        """Let the rule learn the duration of a round by this rank's clock, after `shared_times.py` has told all ranks.
+
+        With one rank it learns at once. Every rank must learn the same numbers, or ranks would decide differently.
+        """
         drafts = None if ran.verified is None else float(ran.verified.numpy().mean())
         timed = RoundTime(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up, drafts)
         if self.ranks > 1:
@@ -211,7 +228,11 @@ class Decider:
         verified: np.ndarray,
         requests: np.ndarray,
     ) -> Sequence[float]:
-        """Take what some requests of a round, by their indices, accepted. Returns `RoundStats.if_all`."""
+        """Let the rule learn what some requests of a round accepted. Returns the round's part of `RoundStats.if_all`.
+
+        accepted, verified  drafts of each of these requests, [n]
+        requests            their indices in the batch, [n]
+        """
         rule = self.deciding
         if rule is None:
             return ()
@@ -219,14 +240,17 @@ class Decider:
         return rule.observe(ran.config, accepted, verified, logq)
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
-        """Run `config` in every round until the next rule. Raises ValueError."""
+        """Run `config` in every round until `replace`. Raises ValueError, and then nothing has changed."""
         self._check([config])
         self.sharpness = self._sharpness(sharpness)
         self.fixed = config
         self.stock = None
 
     def _sharpness(self, given: Any) -> float:
-        """Return the sharpness given, or the present one. Raises ValueError: a round would fail, and end the engine."""
+        """Return the sharpness given, or the present one if it is None.
+
+        Raises ValueError for a wrong one here, because in a round it would end the engine.
+        """
         if given is None:
             return self.sharpness
         try:
@@ -235,7 +259,7 @@ class Decider:
             raise ValueError(f"sharpness={error}") from None
 
     def _stock_rule(self) -> Any:
-        """SGLang's own adaptive rule, with its built-in steps per batch size."""
+        """Make SGLang's own adaptive rule, with its built-in steps per batch size. Raises ValueError."""
         from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
         rule = AdaptiveSpeculativeParams(
@@ -245,6 +269,7 @@ class Decider:
         return rule
 
     def _check(self, wanted: Iterable[SpecConfig]) -> None:
+        """Raise ValueError unless the engine has all these configurations. One without candidates has `OFF` alone."""
         allowed = self.candidates or [OFF]
         refused = sorted(set(wanted) - set(allowed))
         if refused:
@@ -253,5 +278,6 @@ class Decider:
             raise ValueError(f"this engine cannot run {names}; it was launched with {launched}")
 
 
-# of this process; the plugin sets it before SGLang builds its controller
+# Of this process. `http/plugin.py` replaces it before SGLang builds its controller. So other files must write
+# `decisions.decider`: an imported `decider` would be this first one.
 decider = Decider(Settings())

@@ -39,10 +39,10 @@ from megatron_rlspec.rollout.sglang.scheduler.stash import (
 class Pass:
     """What one pass of the drafter reads: consecutive positions of some requests.
 
-    behind         indices of the requests in the batch
-    starts, sizes  first position and number of tokens of each request
-    hidden, tokens [n, H] and [n], of one request after the other
-    following      the token after the last one of each request
+    behind          indices of the requests in the batch
+    starts, sizes   first position and number of tokens of each request
+    hidden, tokens  [n, H] and [n] int64 on the device, of one request after the other
+    following       [requests] int64: the token after the last one of each request
     """
 
     behind: list[int]
@@ -56,8 +56,11 @@ class Pass:
 class DrafterGap:
     """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
+    `_total` is a clock in tokens: it rises by a round's width. Each row has the clock of its round, and a request has
+    missed the rows since the clock at which its drafter was last up to date.
+
     every  rounds after which the rows move to host memory (`Stash`)
-    most   tokens that one pass of the drafter reads
+    most   tokens that one pass of the drafter reads, at most
     """
 
     def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
@@ -68,14 +71,15 @@ class DrafterGap:
         self._reset()
 
     def _reset(self) -> None:
-        self._total = 0  # the most tokens that one request can have missed
+        """Begin anew, with no drafter behind."""
+        self._total = 0  # the clock, and the most tokens that one request can have missed
         # `_total` when a request's drafter last was up to date; 0 if absent
         self._since: dict[str, int] = {}
-        self._rounds: list[SkippedRound] = []  # on the device
-        # by which the stash knows a request
+        self._rounds: list[SkippedRound] = []  # on the device, not yet in the stash
+        # request id -> the number by which the stash knows it
         self._number: defaultdict[str, int] = defaultdict(count().__next__)
-        self._running: list[str] = []
-        self._numbers = np.empty(0, np.int64)  # of those
+        self._running: list[str] = []  # ids of the newest round's requests
+        self._numbers = np.empty(0, np.int64)  # their numbers; one array for all rounds of the same requests
         self._stash.clear()
 
     @property
@@ -93,8 +97,8 @@ class DrafterGap:
     ) -> None:
         """Keep the inputs of a round: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) are valid.
 
-        The tensors are not copied, so no later pass may overwrite them. `current`: indices of the requests whose
-        drafter has read them.
+        The tensors are not copied, so no later pass may overwrite them. `counts` stays on the device, so the host does
+        not wait. `current`: indices of the requests whose drafter has read these inputs.
         """
         width = len(tokens) // len(reqs)
         running = [req.rid for req in reqs]
@@ -103,7 +107,7 @@ class DrafterGap:
             self._numbers = np.array([self._number[rid] for rid in running])
         self._rounds.append(SkippedRound(self._total, self._numbers, hidden, tokens, width, counts))
         self._total += width
-        for i in current:
+        for i in current:  # after `_total` has risen: these rows do not count for them
             self._since[reqs[i].rid] = self._total
         if len(self._rounds) == self.every:
             self._store()
@@ -114,18 +118,22 @@ class DrafterGap:
             self._since[req.rid] = self._total
 
     def lags(self, reqs: Sequence[Any]) -> list[int]:
-        """Return how many tokens each request has missed. Refused drafts count as well."""
+        """Return how many tokens each request has missed, at most.
+
+        Refused drafts count as well: how many were accepted is known on the device only.
+        """
         return [self._total - self._since.get(req.rid, 0) for req in reqs]
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
-        """Return how many tokens the n least behind requests have missed in all."""
+        """Return how many tokens the n requests that are least behind have missed together."""
         return sum(sorted(self.lags(reqs))[:n])
 
     def close(self, batch: Any, n: int) -> list[int] | None:
         """Let the drafter read what it missed of the n requests that are least behind.
 
         Their first drafts go into `batch.spec_info`, in place. SGLang restores its own state of the batch after the
-        round. Returns the indices of these n requests, or None if no request is behind any more.
+        round. Returns the indices of these n requests, or None if no request is behind any more. Every
+        tensor-parallel rank must call it for the same requests, because the drafter's passes are collective.
         """
         reqs = batch.reqs
         lags = self.lags(reqs)
@@ -135,12 +143,17 @@ class DrafterGap:
         for read in self._passes(batch, behind):
             self._extend(batch, read)
         if len(chosen) == len(reqs):
+            # Requests outside the batch have no rows to keep: a prefill comes before they decode again.
             self._reset()
             return None
         self.forget([reqs[i] for i in behind])
         return chosen
 
     def _store(self) -> None:
+        """Move the rounds to the stash, and forget requests that are not in the newest round.
+
+        If one of them decodes again, a prefill comes first, in which its drafter reads everything (`forget`).
+        """
         running = set(self._running)
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
         for rid in self._number.keys() - running:
@@ -159,14 +172,15 @@ class DrafterGap:
                 self._rounds,
                 torch.cat([skipped.hidden for skipped in self._rounds]),
                 torch.cat([skipped.tokens.long() for skipped in self._rounds]),
-                np.array(torch.cat(counts).tolist() if counts else []),  # one wait for the device
+                # one wait for the device, for the counts of all rounds
+                np.array(torch.cat(counts).tolist() if counts else []),
                 wanted=numbers,
             )
         missed = []
         for req, number in zip(reqs, numbers, strict=True):
             since = self._since.get(req.rid, 0)
             parts = self._stash.find(number, since)
-            if number in newest and newest[number].at[-1] >= since:
+            if number in newest and newest[number].clocks[-1] >= since:
                 parts.append(newest[number].since(since))
             missed.append(parts)
         return missed
@@ -174,20 +188,24 @@ class DrafterGap:
     def _passes(self, batch: Any, behind: Sequence[int]) -> Iterator[Pass]:
         """Yield the drafter's passes over what these requests missed, each of at most `most` tokens.
 
+        A request whose rows end one pass and begin the next is in both.
+
         behind  indices of the requests in the batch
         """
         missed = self._missed_by([batch.reqs[i] for i in behind])
         parts = [rows for of_request in missed for rows in of_request]
         if not parts:
             return
+        # `lags` may have counted refused drafts only, so some requests have no rows.
         missing = [
             (i, of_request) for i, of_request in zip(behind, missed, strict=True) if of_request
         ]
+        # of each request with rows: its index in the batch, its number of rows, and the end of its rows in `tokens`
         requests = np.array([i for i, _ in missing])
-        counts = np.array([sum(len(rows.at) for rows in of_request) for _, of_request in missing])
+        counts = np.array([sum(len(rows.clocks) for rows in of_request) for _, of_request in missing])
         ends = np.cumsum(counts)
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        # from rows to positions
+        # A request's last missed row is its position length - 1. So row j of `tokens` is its position j + shift.
         shift = np.array(lengths.tolist())[requests] - ends
 
         device = batch.seq_lens.device
@@ -195,30 +213,35 @@ class DrafterGap:
         # the token after each row: after a request's last one, its newest token
         following = tokens.roll(-1)
         bonus = batch.spec_info.bonus_tokens.to(torch.int64)
-        following[_on(ends - 1, device)] = bonus[_on(requests, device)]
+        following[_to_device(ends - 1, device)] = bonus[_to_device(requests, device)]
 
         hidden = [rows.hidden for rows in parts]
         for first in range(0, int(ends[-1]), self.most):
             last = min(first + self.most, int(ends[-1]))
+            # each request's rows [begin, stop) within this pass
             begins = np.maximum(ends - counts, first)
             stops = np.minimum(ends, last)
-            here = np.flatnonzero(begins < stops)
+            within = np.flatnonzero(begins < stops)
             yield Pass(
-                requests[here].tolist(),
-                (begins + shift)[here].tolist(),
-                (stops - begins)[here].tolist(),
+                requests[within].tolist(),
+                (begins + shift)[within].tolist(),
+                (stops - begins)[within].tolist(),
                 gather(_between(hidden, first, last), device),
                 tokens[first:last],
-                following[_on(stops[here] - 1, device)],
+                following[_to_device(stops[within] - 1, device)],
             )
 
     def _part(self, batch: Any, read: Pass) -> tuple[Any, Tensor]:
-        """Return the batch of one prefill of the drafter, and the indices of its requests in `batch`."""
+        """Return a `ScheduleBatch` for one prefill of the drafter, and the indices of its requests in `batch`.
+
+        It is set as SGLang sets a prefill of `sizes` new tokens behind `starts` cached ones.
+        """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         behind, starts, sizes = read.behind, read.starts, read.sizes
         device = batch.seq_lens.device
         index, first, counts = torch.tensor([behind, starts, sizes], device=device)
+        # of each token: its request in the part. The size is known here, so the host does not wait for the device.
         owner = torch.arange(len(behind), device=device).repeat_interleave(
             counts, output_size=len(read.tokens)
         )
@@ -237,7 +260,7 @@ class DrafterGap:
             torch.int64
         )
         part.req_pool_indices = slots
-        # SGLang 0.5.23; padded with the others
+        # The same on the host, which SGLang before 0.5.23 does not have.
         if getattr(batch, "req_pool_indices_cpu", None) is not None:
             part.req_pool_indices_cpu = batch.req_pool_indices_cpu[behind]
         part.seq_lens_cpu = torch.tensor(starts) + torch.tensor(sizes)
@@ -247,7 +270,7 @@ class DrafterGap:
         part.prefix_lens = starts
         part.extend_lens = sizes
         part.extend_num_tokens = len(read.tokens)
-        part.extend_logprob_start_lens = sizes
+        part.extend_logprob_start_lens = sizes  # no token needs log-probs
         part.return_logprob = False
         part.multimodal_inputs = batch.multimodal_inputs and [
             batch.multimodal_inputs[i] for i in behind
@@ -256,7 +279,10 @@ class DrafterGap:
         return part, index
 
     def _extend(self, batch: Any, read: Pass) -> None:
-        """Run one prefill of the drafter."""
+        """Run one prefill of the drafter, and put its first drafts into `batch.spec_info`. Collective.
+
+        After each pass but a request's last one, these are replaced by those of the next pass.
+        """
         from sglang.srt.speculative import eagle_worker_v2 as eagle
 
         part, index = self._part(batch, read)
@@ -270,7 +296,7 @@ class DrafterGap:
         spec = batch.spec_info
         for name in ("topk_p", "topk_index", "hidden_states"):
             if getattr(caught_up, name) is not None:
-                values = getattr(spec, name).clone()
+                values = getattr(spec, name).clone()  # others may hold the tensor that was there
                 values[index] = getattr(caught_up, name).to(values.dtype)
                 setattr(spec, name, values)
 
@@ -287,12 +313,15 @@ def _between(parts: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
     return selected
 
 
-def _on(index: np.ndarray, device: torch.device) -> Tensor:
+def _to_device(index: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(index).to(device)
 
 
 def _rows_of(info: Any, index: Tensor, batch: int) -> Any:
-    """Return a `SamplingBatchInfo` with the rows at `index` of what drafting reads."""
+    """Return a copy of a `SamplingBatchInfo` with the requests at `index` only, of `batch` requests.
+
+    Every tensor whose first dimension is `batch` has a row for each request. Other fields stay as they are.
+    """
     part = copy.copy(info)
     for name, value in vars(info).items():
         if isinstance(value, Tensor) and value.shape[:1] == (batch,):

@@ -27,6 +27,7 @@ from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.speculation.ragged import CELLS, EXPLORE, LOWEST, Selection
 
+# The functions of SGLang that the hooks wrap.
 PREPARE = "sglang.srt.speculative.eagle_utils.eagle_prepare_for_verify"
 GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 EXTEND = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend._build_extend_metadata"
@@ -70,12 +71,14 @@ def asks_no_more(batch: Any) -> bool:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The drafts that a round verifies, of B requests with k drafts each, and the N = B + `drafts` nodes of these.
+    """The drafts that a round verifies, of B requests with k drafts each.
 
-    logq      [B, k] of the drafts
-    lengths   [B] verified drafts
-    requests  [N] of the nodes
-    nodes     [N] indices of the nodes in even rows
+    The N = B + (drafts verified) nodes are packed by request, each request's first node before its drafts.
+
+    logq      [B, k] float32: the drafter's log-probability of each draft
+    lengths   [B] int64: verified drafts of each request, the first ones of its chain
+    requests  [N] int64: the request of each node, by its index in the batch
+    nodes     [N] int64: the index of each node in even rows, from 0 to B * (k + 1) - 1
     """
 
     logq: torch.Tensor
@@ -84,23 +87,29 @@ class Chosen:
     nodes: torch.Tensor
 
     def even(self, packed: torch.Tensor) -> torch.Tensor:
-        """Return values `[N, ...]` of the nodes in even rows, `[B * (k + 1), ...]`; 0 of other nodes."""
+        """Put values `[N, ...]` of the verified nodes into even rows, `[B * (k + 1), ...]`; other nodes get 0."""
         batch, steps = self.logq.shape
         rows = packed.new_zeros((batch * (steps + 1), *packed.shape[1:]))
         rows[self.nodes] = packed
         return rows
 
     def without_others(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return tokens [B, k + 1] of the nodes, with -1 for those that are not verified."""
+        """Return tokens [B, k + 1] of all nodes, with -1 for the drafts that are not verified.
+
+        No target token is -1, so SGLang's walk refuses these drafts.
+        """
         depth = torch.arange(tokens.shape[1], device=tokens.device)
         return tokens.masked_fill(depth > self.lengths[:, None], -1)
 
 
 class RaggedRound:
-    """The round that is being launched.
+    """The round that is being launched. Its parts run in this order, in the scheduler's thread:
+
+    `begin` or `even` (called by `controller.py`), `choose` (by `coupled.py`, after drafting), `prepare` (by SGLang).
+    Then `verifier.py` reads `chosen`.
 
     drafts  how many drafts it verifies, of all requests together; None: all of them, in even rows
-    chosen  which ones, once the drafter has made them
+    chosen  which ones, once `choose` was called; None before, and in a round that verifies all drafts
     """
 
     def __init__(self) -> None:
@@ -108,9 +117,9 @@ class RaggedRound:
         self.runner: Any = None
         self.drafts: int | None = None
         self.chosen: Chosen | None = None
-        self._exploring = 0
-        self._table: np.ndarray | None = None  # of chances; on the device it is
-        self._chances: torch.Tensor = torch.empty(0)
+        self._exploring = 0  # `Selection.exploring()`
+        self._table: np.ndarray | None = None  # the `Selection.table` that `_chances` was copied from
+        self._chances: torch.Tensor = torch.empty(0)  # the same on the device: [CELLS] float32
 
     def even(self) -> None:
         """Begin a round that verifies all drafts."""
@@ -123,6 +132,7 @@ class RaggedRound:
         self.drafts = min(self._tokens(requests + drafts) - requests, most)
         self.chosen = None
         self._exploring = selection.exploring()
+        # `Selection` makes a new table when it learns, and never writes into one.
         if selection.table is not self._table:
             self._table = selection.table
             chances = torch.tensor(selection.table, dtype=torch.float32)
@@ -130,12 +140,15 @@ class RaggedRound:
 
     @property
     def _graphs(self) -> Any:
-        """Return the runner of graphs that are captured by tokens; None without."""
+        """Return the target's graph runner if it has captured graphs by numbers of tokens (`captures`), else None."""
         graphs = getattr(self.runner, "decode_cuda_graph_runner", None)
         return graphs if getattr(graphs, "ragged_verify_mode", False) else None
 
     def _tokens(self, nodes: int) -> int:
-        """Return how many tokens a pass over so many nodes has: as many as the smallest graph that holds them."""
+        """Return how many tokens a pass over `nodes` nodes has: those of the smallest graph that holds them.
+
+        Without graphs, or if no graph is large enough, there is no padding.
+        """
         if self._graphs is not None:
             for tokens in self._graphs.capture_num_tokens:
                 if tokens >= nodes:
@@ -143,39 +156,45 @@ class RaggedRound:
         return nodes
 
     def choose(self, logq: torch.Tensor) -> None:
-        """Choose the drafts whose chains are likeliest to be accepted, by log q [B, k]."""
+        """Choose the drafts whose chains are likeliest to be accepted, by log q [B, k], which may be overwritten.
+
+        Collective over the tensor-parallel ranks. The host does not wait for the device.
+        """
         assert self.drafts is not None
         group = parallel().tp_group
+        # Rounding can differ between ranks. Ranks that chose different nodes would run passes that do not match.
         if group.world_size > 1:
             group.broadcast(logq, src=0)
         batch, steps = logq.shape
-        # as in `cells_of`
+        # The cell of each draft, as `speculation.ragged.cells_of` computes it on the host.
         share = (logq.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).sqrt().sqrt()
         products = self._chances[((1 - share) * (CELLS - 0.5)).long()].cumprod(1)
+        # Products are at most 1, so an exploring request now comes first with all its drafts.
         products[self._exploring :: EXPLORE] += 1
+        # A request's products never rise along its chain, so its chosen drafts are its first ones: count them.
         owners = products.flatten().topk(self.drafts).indices // steps
         lengths = torch.zeros(batch, dtype=torch.int64, device=logq.device)
         lengths.scatter_add_(0, owners, torch.ones_like(owners))
         widths = lengths + 1
         width = steps + 1
-        # the first node of each request in even rows, less its place among the chosen ones
+        # [B]: index of a request's first node in even rows, minus its index among the packed nodes
         ahead = (
             torch.arange(0, batch * width, width, device=logq.device) - widths.cumsum(0) + widths
         )
-        chosen = batch + self.drafts
+        chosen = batch + self.drafts  # known on the host, so `repeat_interleave` does not wait for the device
         nodes = ahead.repeat_interleave(widths, output_size=chosen)
         nodes = nodes + torch.arange(chosen, device=logq.device)
         self.chosen = Chosen(logq, lengths, nodes // width, nodes)
 
     def captures(self, original: Callable, algorithm: Any) -> bool:
-        """Wrap SGLang's check whether the target's graphs are captured by numbers of tokens, and not of requests."""
+        """Wrap SGLang's check whether the target's graphs are captured by numbers of tokens instead of requests."""
         ragged = self.runner is not None and not unsupported(self.runner)
         return ragged or original(algorithm)
 
-    def prepare(self, original: Callable, round_: Any, pool: Any, batch: Any, worker: Any) -> Any:
+    def prepare(self, original: Callable, verify_input: Any, pool: Any, batch: Any, worker: Any) -> Any:
         """Wrap SGLang's preparation of the target's pass, so that it runs on the chosen nodes.
 
-        round_  SGLang's `EagleVerifyInput`; it has its even rows again when this returns
+        verify_input  SGLang's `EagleVerifyInput`; it has its even rows again when this returns
         """
         from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
@@ -184,47 +203,53 @@ class RaggedRound:
             nodes = self.chosen.nodes
             lengths = self.chosen.lengths + 1
         elif self._graphs is not None:
-            lengths = torch.full_like(batch.seq_lens, round_.draft_token_num)
+            # An even round, too, must have a layout here: graphs by tokens read one.
+            lengths = torch.full_like(batch.seq_lens, verify_input.draft_token_num)
         else:
-            return original(round_, pool, batch, worker)
-        packed = round_.draft_token[nodes]
+            return original(verify_input, pool, batch, worker)
+        packed = verify_input.draft_token[nodes]
         tokens = self._tokens(len(packed))
         padding = (0, tokens - len(packed))
-        even = {name: getattr(round_, name) for name in _PACKED}
-        slots = round_.prepared_out_cache_loc
-        if slots is None:
+        even_fields = {name: getattr(verify_input, name) for name in _PACKED}
+        slots = verify_input.prepared_out_cache_loc
+        if slots is None:  # the KV cache slots [B * (k + 1)] of all nodes, as SGLang would assign them
             places = batch.seq_lens[:, None] + torch.arange(
-                round_.draft_token_num, device=batch.seq_lens.device
+                verify_input.draft_token_num, device=batch.seq_lens.device
             )
             slots = pool.req_to_token[batch.req_pool_indices[:, None], places].flatten().long()
-        round_.draft_token = pad(packed, padding)
-        round_.positions = pad(round_.positions[nodes], padding)
-        round_.prepared_out_cache_loc = pad(slots[nodes], padding)
-        round_.kv_loc_plan = None  # SGLang makes one for these slots
-        round_.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
+        # Padding has slot 0, where SGLang writes what nobody reads.
+        verify_input.draft_token = pad(packed, padding)
+        verify_input.positions = pad(verify_input.positions[nodes], padding)
+        verify_input.prepared_out_cache_loc = pad(slots[nodes], padding)
+        verify_input.kv_loc_plan = None  # SGLang makes one for these slots
+        verify_input.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
             verify_lens=lengths, graph_num_tokens=tokens
         )
         try:
-            return original(round_, pool, batch, worker)
+            return original(verify_input, pool, batch, worker)
         finally:
-            vars(round_).update(even)
-            batch.out_cache_loc = slots  # of the drafter's pass
+            # What follows the target's pass, the drafter's pass included, reads all nodes in even rows.
+            vars(verify_input).update(even_fields)
+            batch.out_cache_loc = slots
 
 
-# of an `EagleVerifyInput`
+# The fields of an `EagleVerifyInput` that `prepare` replaces for the target's pass.
 _PACKED = ("draft_token", "positions", "prepared_out_cache_loc", "kv_loc_plan")
-present = RaggedRound()
+present = RaggedRound()  # the round of this scheduler process
 
 
 def with_layout(verify_input: Any, graphs: Any, num_tokens: int) -> Any:
-    """Give a graph of the target, when it is captured, the layout that its replays fill."""
+    """Give a graph of the target a layout when it is captured. Its replays write theirs into the same memory."""
     if graphs.ragged_verify_mode:
         verify_input.ragged_verify_layout = graphs._capture_ragged_verify_layout(num_tokens)
     return verify_input
 
 
 def extend_lengths(original: Callable, backend: Any, forward_batch: Any) -> Any:
-    """Wrap the lengths that CPU attention takes: (all tokens, new tokens, starts of the new ones, tree mask)."""
+    """Wrap the lengths that SGLang's CPU attention takes, in this order.
+
+    (tokens with the cached ones [B], new tokens [B], index of each request's first new token, tree mask)
+    """
     layout = getattr(forward_batch.spec_info, "ragged_verify_layout", None)
     if layout is None:
         return original(backend, forward_batch)

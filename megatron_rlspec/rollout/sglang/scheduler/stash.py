@@ -1,9 +1,10 @@
 """Keep the drafter's inputs of rounds without drafts in host memory, without holding up the forward passes.
 
 A GPU's rows are copied to pinned memory on a stream of their own. From there a thread copies them to ordinary memory.
-torch keeps the pinned memory for the next copy: to pin memory takes the host as long as the copy.
+torch keeps the pinned memory for the next copy, because pinning memory takes the host as long as the copy.
 
-Requests are numbers here. Each request's rows are copies of their own, so they leave memory with the request.
+A request is known by a number, which `DrafterGap` gives. Each request's rows are copies of their own, so that their
+memory is freed when the request ends.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from torch import Tensor
 class SkippedRound:
     """The drafter's inputs of one round: `width` rows of each request, of which the first `counts` are valid.
 
-    `at` orders the rounds: it counts the tokens of earlier rounds, of a request that took part in all of them and whose
-    drafts were all accepted.
+    `clock` orders the rounds: it is the sum of the widths of all earlier rounds (`DrafterGap._total`).
     """
 
-    at: int
-    numbers: np.ndarray  # [B] of the requests
+    clock: int
+    numbers: np.ndarray  # [B] int64: the number of each request
     hidden: Tensor  # [B * width, H]
     tokens: Tensor  # [B * width]
     width: int
@@ -35,22 +35,23 @@ class SkippedRound:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one request, in the order of time. `at` is `SkippedRound.at` of the round of each row."""
+    """Rows of one request, in the order of time. `clocks` is `SkippedRound.clock` of the round of each row."""
 
-    at: np.ndarray  # [n]
+    clocks: np.ndarray  # [n], never falling
     hidden: Tensor  # [n, H]
     tokens: Tensor  # [n] int64
 
-    def since(self, at: int) -> Rows:
-        """Return the rows of the rounds from `at` on."""
-        first = int(np.searchsorted(self.at, at))
-        return Rows(self.at[first:], self.hidden[first:], self.tokens[first:])
+    def since(self, clock: int) -> Rows:
+        """Return the rows of the rounds from `clock` on."""
+        first = int(np.searchsorted(self.clocks, clock))
+        return Rows(self.clocks[first:], self.hidden[first:], self.tokens[first:])
 
 
 def gather(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the concatenation of tensors on the device. Some of them may be there already.
 
-    The host does not wait for the device. torch keeps pinned memory, and uses it again after the copy.
+    All tensors from the host travel in one copy. The host does not wait for it: torch keeps the pinned memory until
+    the copy has ended.
     """
     on_host = [part for part in parts if not part.is_cuda]
     if device.type != "cuda" or not on_host:
@@ -70,61 +71,67 @@ def split(
     counts: np.ndarray,
     wanted: Collection[int] | None = None,
 ) -> dict[int, Rows]:
-    """Return copies of the valid rows of rounds by request: of the `wanted` ones, or of all.
+    """Return copies of the valid rows of rounds by request number: of the `wanted` ones, or of all.
 
-    hidden, tokens, counts  the concatenation of those of all rounds
+    hidden, tokens  the concatenation of those of all rounds, on one device
+    counts          the concatenation of those of the rounds that have counts, on the host
     """
-    numbers, at, valid = [], [], []
+    # a value for each row of all rounds
+    numbers, clocks, valid = [], [], []
     for skipped in rounds:
         requests = len(skipped.numbers)
         accepted = np.full(requests, skipped.width)
         if skipped.counts is not None:
             accepted, counts = counts[:requests], counts[requests:]
         numbers.append(np.repeat(skipped.numbers, skipped.width))
-        at.append(np.full(requests * skipped.width, skipped.at))
+        clocks.append(np.full(requests * skipped.width, skipped.clock))
         valid.append((np.arange(skipped.width) < accepted[:, None]).ravel())
     owners = np.concatenate(numbers)
-    keep = np.concatenate(valid)
+    selected = np.concatenate(valid)
     if wanted is not None:
-        keep &= np.isin(owners, list(wanted))
-    # a stable order by request: rows of one request stay in the order of time
-    places = np.flatnonzero(keep)
+        selected &= np.isin(owners, list(wanted))
+    # Sorted by request. The sort is stable, so rows of one request stay in the order of time.
+    places = np.flatnonzero(selected)
     places = places[np.argsort(owners[places], kind="stable")]
-    found, first, sizes = np.unique(owners[places], return_index=True, return_counts=True)
-    times = np.split(np.concatenate(at)[places], first[1:])
+    present, first, sizes = np.unique(owners[places], return_index=True, return_counts=True)
+    clocks_of_requests = np.split(np.concatenate(clocks)[places], first[1:])
     indices = torch.from_numpy(places).to(hidden.device).split(sizes.tolist())
     rows = {}
-    for number, own_times, index in zip(found.tolist(), times, indices, strict=False):
-        rows[number] = Rows(own_times, hidden[index], tokens[index])
+    # Not strict: without any row `np.split` and `split` still return one empty part.
+    for number, own_clocks, index in zip(
+        present.tolist(), clocks_of_requests, indices, strict=False
+    ):
+        rows[number] = Rows(own_clocks, hidden[index], tokens[index])
     return rows
 
 
 class Stash:
     """The rows of running requests in host memory, in chunks of some rounds.
 
-    They take a few per cent of the size of the KV cache.
+    They take a few per cent of the size of the KV cache. The scheduler's thread calls all methods; a thread of the stash
+    splits the rows by request.
     """
 
     def __init__(self) -> None:
-        self._chunks: list[Future[dict[int, Rows]]] = []  # in the order of time
-        # starts its thread when it is first used
+        self._chunks: list[Future[dict[int, Rows]]] = []  # in the order of time; rows by request number
+        # One thread, which starts at the first use.
         self._thread = ThreadPoolExecutor(1, "rlspec-stash")
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None  # of the copies to the host
 
     def put(self, rounds: Sequence[SkippedRound]) -> None:
-        """Begin to copy these rounds. They may be dropped at once, and no later pass may overwrite their tensors."""
+        """Begin to copy these rounds. The caller may drop them at once, but no later pass may overwrite their tensors."""
         hidden = [skipped.hidden for skipped in rounds]
-        # one copy for tokens and counts
-        numbers = [skipped.tokens.long() for skipped in rounds]
-        numbers += [skipped.counts.long() for skipped in rounds if skipped.counts is not None]
+        # tokens of all rounds, then counts of all rounds: one copy for both, which `finish` takes apart
+        integers = [skipped.tokens.long() for skipped in rounds]
+        integers += [skipped.counts.long() for skipped in rounds if skipped.counts is not None]
         copied = None
         if hidden[0].is_cuda:
-            staged, copied = self._copy_to_host(hidden, numbers)
+            staged, copied = self._copy_to_host(hidden, integers)
         else:
-            staged = [torch.cat(hidden), torch.cat(numbers)]
+            staged = [torch.cat(hidden), torch.cat(integers)]
 
         def finish() -> dict[int, Rows]:
-            if copied is not None:
+            if copied is not None:  # this thread waits, and not the scheduler's
                 copied.synchronize()
             rows, values = staged
             tokens, counts = values[: len(rows)], values[len(rows) :]
@@ -133,20 +140,22 @@ class Stash:
         self._chunks.append(self._thread.submit(finish))
 
     def _copy_to_host(
-        self, hidden: list[Tensor], numbers: list[Tensor]
+        self, hidden: list[Tensor], integers: list[Tensor]
     ) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Copy the concatenations into pinned memory, on a stream of its own."""
+        """Begin to copy both concatenations into pinned memory, on a stream of its own. The event marks their end."""
         device = hidden[0].device
         self._stream = self._stream or torch.cuda.Stream(device)
+        # The passes that compute these tensors may still run.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            staged = [torch.cat(parts).to("cpu", non_blocking=True) for parts in (hidden, numbers)]
-        for part in (*hidden, *numbers):
+            staged = [torch.cat(parts).to("cpu", non_blocking=True) for parts in (hidden, integers)]
+        # The caller drops the tensors now. torch must not give their memory to others before the copies have read it.
+        for part in (*hidden, *integers):
             part.record_stream(self._stream)
         return staged, self._stream.record_event()
 
     def keep(self, running: Collection[int]) -> None:
-        """Drop the rows of all other requests; those that are still being copied, at the next call."""
+        """Drop the rows of all other requests. Rows that are still being copied are dropped at a later call."""
         left = []
         for chunk in self._chunks:
             if chunk.done():
@@ -159,11 +168,11 @@ class Stash:
         self._chunks = left
 
     def find(self, number: int, since: int) -> list[Rows]:
-        """Return a request's rows of the rounds from `since` on (`SkippedRound.at`), in the order of time."""
+        """Return a request's rows of the rounds from the clock `since` on, in the order of time. Waits for the copies."""
         parts = []
         for chunk in self._chunks:
             rows = chunk.result().get(number)
-            if rows is not None and rows.at[-1] >= since:
+            if rows is not None and rows.clocks[-1] >= since:
                 parts.append(rows.since(since))
         return parts
 

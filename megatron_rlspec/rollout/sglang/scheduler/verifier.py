@@ -32,10 +32,11 @@ from megatron_rlspec.rollout.sglang.settings import Settings
 from megatron_rlspec.token_filter import filtered
 
 Hook = tuple[str, Callable, str]
-ELEMENTS = 1 << 25  # of the logits that are sampled from at a time: 128 MiB in float32
+ELEMENTS = 1 << 25  # logits that SGLang's functions sample from at a time: 128 MiB in float32
 
 
 def hooks(settings: Settings) -> Iterator[Hook]:
+    """Yield the hooks for the verifier of the settings, for `http/plugin.py`."""
     from sglang.srt.utils import is_cpu
 
     if settings.verifier == "position_keyed":
@@ -60,23 +61,31 @@ def hooks(settings: Settings) -> Iterator[Hook]:
 
 
 def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
-    """Put the requests' seeds back, which SGLang drops outside its deterministic mode (that changes kernels, too)."""
+    """Put the requests' seeds [B] back: SGLang drops them outside its deterministic mode.
+
+    That mode is not used, because it also changes kernels.
+    """
     if info.sampling_seed is None:
-        filled = torch.tensor([_seed(request) for request in batch.reqs], dtype=torch.int64)
-        info.sampling_seed = filled.to(batch.device, non_blocking=True)
+        seeds = torch.tensor([_seed(request) for request in batch.reqs], dtype=torch.int64)
+        info.sampling_seed = seeds.to(batch.device, non_blocking=True)
     return info
 
 
 def _seed(request: Any) -> int:
-    """Return the request's seed. One that has none gets its own, of its id, which all ranks have."""
+    """Return the request's seed, or a hash of its id. All ranks have the same ids, so they draw the same noise."""
     seed = request.sampling_params.sampling_seed
     return zlib.crc32(request.rid.encode()) if seed is None else seed
 
 
 def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Key the noise by token: SGLang keys it by rank, and swapped ranks of near-equal tokens would change the text."""
+    """Draw filtered tokens [N] int32 with noise that is keyed by the token.
+
+    SGLang keys it by the place in the sorted probabilities. Two nearly equal tokens can swap places by rounding, and
+    the text would change.
+    """
     from sglang.srt.layers.sampler import multinomial_with_seed
 
+    # SGLang's parameters behind `probs`, in their order; callers pass some by position and some by name.
     names = ("top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
     arguments = dict(zip(names, args, strict=False)) | kwargs
     seeds = arguments["sampling_seed"]
@@ -95,7 +104,7 @@ def limited(info: Any) -> bool:
 
 
 def only_tokens(top_logprobs_nums: Any, token_ids_logprobs: Any) -> bool:
-    """Whether no request asks for log-probs of other tokens than its own."""
+    """Return whether no request wants log-probs of other tokens than the sampled ones."""
     return not any(top_logprobs_nums or ()) and all(ids is None for ids in token_ids_logprobs or ())
 
 
@@ -110,20 +119,23 @@ def sample_plain(
     positions: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
-    """Draw the tokens [B] of a plain decode round by `sample`, if there is a kernel and the round asks for no more."""
+    """Draw the tokens [B] int32 of a plain decode round by our kernel, if there is one and it gives all that is needed.
+
+    Wraps SGLang's `Sampler.forward`. Log-probs [B] of the tokens go into `logits_output`, if they are wanted.
+    """
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     kernel = chosen.sampling(logits_output.next_token_logits)
-    other = (  # what SGLang computes from the probabilities of all tokens
+    needs_all = (  # whether the round needs the probabilities of all tokens, which the kernel does not give
         kwargs.get("logprob_logits") is not None
         or getattr(info, "sampling_mask_batch_indices", None) is not None  # of SGLang 0.5.23
         or layer.rl_on_policy_target is not None
         or (return_logprob and (SGLANG_RETURN_ORIGINAL_LOGPROB or layer.enable_deterministic))
         or not only_tokens(top_logprobs_nums, token_ids_logprobs)
     )
-    if kernel is None or info.is_all_greedy or info.sampling_seed is None or other:
-        asked = (return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
-        return original(layer, logits_output, info, *asked, **kwargs)
+    if kernel is None or info.is_all_greedy or info.sampling_seed is None or needs_all:
+        wanted = (return_logprob, top_logprobs_nums, token_ids_logprobs, positions)
+        return original(layer, logits_output, info, *wanted, **kwargs)
     logits = layer._preprocess_logits(logits_output.next_token_logits, info)
     requests = torch.arange(len(logits), device=logits.device)
     tokens, logprobs = sample(kernel, info, logits, positions, requests)
@@ -137,12 +149,16 @@ def sample_plain(
 def known_logprobs(
     original: Callable, batch: Any, logits_output: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Take the log-probs [B, width] of accepted tokens from the sampling, which gave one for every node's token."""
+    """Take the log-probs [B, width] of accepted tokens from the sampling, which gave one for every node's token.
+
+    Wraps SGLang's computation of them (`versions.spec_logprobs`). `_SampledVerification.walk` sets `rlspec_logprobs`,
+    [B * width] in even rows.
+    """
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     sampled_logprobs = getattr(logits_output, "rlspec_logprobs", None)
     plain = only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
-    # SGLang 0.5.15.post1 passes the index by its place, behind the tokens
+    # Indices [B, width] of the accepted nodes. SGLang 0.5.15.post1 passes (tokens, indices) by position.
     index = kwargs["accept_index"] if "accept_index" in kwargs else args[1]
     if sampled_logprobs is None or not plain or SGLANG_RETURN_ORIGINAL_LOGPROB:
         return original(batch, logits_output, *args, **kwargs)
@@ -154,10 +170,11 @@ def known_logprobs(
 class VerifyPass:
     """A verification in progress: what sampling the target's tokens needs.
 
+    info       SGLang's `SamplingBatchInfo`
     logits     [N, V] of the nodes that are verified
-    positions  [N]
-    width      nodes of each request, if nothing is chosen
-    output     SGLang's LogitsProcessorOutput
+    positions  [N] of the nodes, which key the noise
+    width      nodes of each request where all drafts are verified: drafts + 1
+    output     SGLang's LogitsProcessorOutput, which gets the log-probs
     chosen     which of the drafts are verified; None: all
     """
 
@@ -170,17 +187,20 @@ class VerifyPass:
 
     @property
     def requests(self) -> torch.Tensor:
-        """Return the requests [N] of the nodes."""
+        """Return each node's request [N], by its index in the batch."""
         if self.chosen is not None:
             return self.chosen.requests
         return torch.arange(len(self.logits), device=self.logits.device) // self.width
 
 
 class _SampledVerification:
-    """Hooks around SGLang's verification, which have it walk sampled tokens."""
+    """Hooks around SGLang's verification. They let it walk sampled tokens instead of the likeliest ones.
+
+    SGLang's `eagle_sample` (wrapped by `sample`) calls `verify_tree_greedy_func` (wrapped by `walk`).
+    """
 
     def __init__(self) -> None:
-        self._pass: VerifyPass | None = None  # the one in progress, if its tokens are sampled
+        self._pass: VerifyPass | None = None  # between the start and the end of `sample`; None: SGLang's own tokens
 
     def sample(
         self,
@@ -191,6 +211,7 @@ class _SampledVerification:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Wrap `eagle_sample`: prepare what `walk` needs. All tensor-parallel ranks call it in the same rounds."""
         info = batch.sampling_info
         chosen = ragged.present.chosen
         greedy = info.is_all_greedy
@@ -200,7 +221,7 @@ class _SampledVerification:
         if chosen is not None:
             positions = positions[chosen.nodes]
         nodes = len(positions)
-        if len(logits) > nodes:  # those of a CUDA graph
+        if len(logits) > nodes:  # a CUDA graph's outputs, with its padding behind the nodes
             logits = logits_output.next_token_logits = logits[:nodes]
             logits_output.hidden_states = logits_output.hidden_states[:nodes]
         if chosen is not None or not greedy:
@@ -208,35 +229,40 @@ class _SampledVerification:
             self._pass = VerifyPass(info, logits, positions, width, logits_output, chosen)
             info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
         if chosen is not None:
-            # SGLang takes the argmax of even rows before `walk` replaces it.
+            # SGLang takes the argmax of even rows, which `walk` replaces. So one column of zeros is enough.
             logits_output.hidden_states = chosen.even(logits_output.hidden_states)
             even = logits.new_zeros(len(verify_input.draft_token), 1)
             output = dataclasses.replace(logits_output, next_token_logits=even)
         try:
             return original(verify_input, batch, output, *args, **kwargs)
         finally:
-            info.is_all_greedy = greedy
+            info.is_all_greedy = greedy  # the scheduler uses the same object in later rounds
             self._pass = None
 
-    def walk(self, original: Callable, **walk: Any) -> Any:
+    def walk(self, original: Callable, **arguments: Any) -> Any:
+        """Wrap `verify_tree_greedy_func`: replace its `target_predict` [B, width], the argmax, by sampled tokens."""
         verified = self._pass
         if verified is not None:
             tokens, logprobs = sample_targets(verified)
             if verified.chosen is not None:
                 tokens, logprobs = verified.chosen.even(tokens), verified.chosen.even(logprobs)
-                walk["candidates"] = verified.chosen.without_others(walk["candidates"])
-            walk["target_predict"] = tokens.view(walk["candidates"].shape)
+                arguments["candidates"] = verified.chosen.without_others(arguments["candidates"])
+            arguments["target_predict"] = tokens.view(arguments["candidates"].shape)
             verified.output.rlspec_logprobs = logprobs
-        return original(**walk)
+        return original(**arguments)
 
 
 def sample_targets(verified: VerifyPass) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the target's token after every node [N] as plain decoding does; return it and its log-prob."""
+    """Draw the target's token after every node as plain decoding does; return tokens and log-probs [N].
+
+    Collective over the tensor-parallel ranks.
+    """
     info = verified.info
     logits = verified.logits
     kernel = chosen.sampling(logits) if info.sampling_seed is not None else None
     tokens, logprobs = sample(kernel, info, logits, verified.positions, verified.requests)
     group = parallel().tp_group
+    # Rounding of the logits can differ between ranks, and all must accept the same drafts.
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
     return tokens, logprobs
@@ -249,34 +275,43 @@ def sample(
     positions: torch.Tensor,
     requests: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token [N] int64 from each row of logits [N, V], by the kernel if its request [N] has no limit.
+    """Draw a token from each row of logits [N, V]. Returns tokens [N] int64 and their log-probs [N].
 
-    Returns the tokens and their log-probs [N]. Other rows are sampled a few at a time: SGLang's functions copy the
-    logits, some of them in float64.
+    The kernel draws the rows whose request has no top-k, top-p or min-p. SGLang's functions draw the others, a few rows
+    at a time, because they copy the logits, some of them in float64.
+
+    kernel     `kernels/sampling.py`; None: SGLang's functions draw all rows
+    info       SGLang's `SamplingBatchInfo`, of B requests
+    positions  [N] of the rows, which key the noise
+    requests   [N] the request of each row, by its index in `info`
     """
     rows, vocabulary = logits.shape
-    most = max(1, ELEMENTS // vocabulary)
-    others: Iterable[slice | torch.Tensor] = ()
+    rows_at_a_time = max(1, ELEMENTS // vocabulary)
+    others: Iterable[slice | torch.Tensor] = ()  # groups of rows that SGLang's functions draw
     if kernel is None:
         tokens = positions.new_empty(rows, dtype=torch.int64)
         logprobs = logits.new_empty(rows, dtype=torch.float32)
-        others = [slice(first, first + most) for first in range(0, rows, most)]
+        others = [slice(first, first + rows_at_a_time) for first in range(0, rows, rows_at_a_time)]
     else:
         seeds = info.sampling_seed[requests]
+        # All rows: to leave some out would cost a copy of the logits. Those with a limit are drawn again below.
         tokens, logprobs = kernel.sample(logits, seeds, positions, info.temperatures[requests])
         if limited(info):
-            of_requests = (info.top_ks < vocabulary) | (info.top_ps < 1) | (info.min_ps > 0)
-            others = of_requests[requests].nonzero()[:, 0].split(most)
-    for some in others:
-        drawn = _sample_rows(info, logits[some], positions[some], requests[some])
-        tokens[some], logprobs[some] = drawn
+            has_limit = (info.top_ks < vocabulary) | (info.top_ps < 1) | (info.min_ps > 0)
+            others = has_limit[requests].nonzero()[:, 0].split(rows_at_a_time)
+    for part in others:
+        drawn = _sample_rows(info, logits[part], positions[part], requests[part])
+        tokens[part], logprobs[part] = drawn
     return tokens, logprobs
 
 
 def _sample_rows(
     info: Any, logits: torch.Tensor, positions: torch.Tensor, requests: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens [N] by SGLang's functions, and their log-probs."""
+    """Draw tokens [N] int64 by SGLang's functions; return them and their log-probs [N]. Arguments as of `sample`.
+
+    The log-probs are those at the request's temperature, before top-k, top-p and min-p, as the kernel gives them.
+    """
     from sglang.srt.layers import sampler
 
     seeds = None if info.sampling_seed is None else info.sampling_seed[requests]
