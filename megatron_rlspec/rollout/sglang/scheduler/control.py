@@ -1,7 +1,10 @@
 """Commands to a running scheduler, and the record it keeps of its rounds.
 
-Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form; its handler passes
-other requests on. Each command takes and returns a JSON object. Under tensor parallelism every rank executes it.
+Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form. Each command takes and
+returns a JSON object. Under tensor parallelism every rank executes it, in the scheduler's thread, between two rounds.
+
+The web process sends them: `http/bodies.py` builds the request, and `COMMANDS` in `schemas.py` checks the arguments, so
+a command's parameters have the names there. docs/http-api.md has the answers.
 """
 
 from __future__ import annotations
@@ -44,12 +47,14 @@ from megatron_rlspec.rollout.sglang.scheduler.served_weights import (
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
 from megatron_rlspec.types import OFF, SpecConfig
 
-METHOD = "rlspec"
+METHOD = "rlspec"  # tells our requests from SGLang's own
 logger = logging.getLogger(__name__)
+# of this process; the keys are those of the answer of `delivered`
 _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
+    """Yield the hooks that every version of SGLang gets."""
     processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
     def start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,6 +78,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
 
 def _handle(original: Callable, scheduler: Any, request: Any) -> Any:
+    """Wrap SGLang's handler: run a command and send its answer. Other requests go to SGLang."""
     if request.method != METHOD:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
@@ -93,7 +99,7 @@ def _handle(original: Callable, scheduler: Any, request: Any) -> Any:
 
 
 def merge(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the answers of an engine's data-parallel ranks into one.
+    """Merge the answers of an engine's data-parallel ranks into one; called in the web process.
 
     Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other
     command does the same on every rank, so the first rank's answer is enough.
@@ -101,19 +107,20 @@ def merge(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
     if command in ("stats", "recent_rounds"):
         return {"rounds": [row for answer in answers for row in answer["rounds"]]}
     if command == "delivered":
-        first, *others = answers
+        agreed, *others = answers
         for other in others:
-            first = {model: _agreeing(marks, other[model]) for model, marks in first.items()}
-        return first
+            agreed = {model: _agreeing(marks, other[model]) for model, marks in agreed.items()}
+        return agreed
     return answers[0]
 
 
 def _agreeing(marks: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    """Return the fingerprints that are the same in both, by tensor name."""
     return {name: mark for name, mark in marks.items() if others.get(name) == mark}
 
 
 def _reason(error: Exception) -> str:
-    """Return the text of our own errors; for other errors of Python, one sentence."""
+    """Return the message of our own errors (ValueError, NotImplementedError); for any other error, one sentence."""
     if isinstance(error, (ValueError, NotImplementedError)):
         return str(error)
     if isinstance(error, (TypeError, LookupError, AttributeError)):
@@ -122,7 +129,11 @@ def _reason(error: Exception) -> str:
 
 
 def _describe(scheduler: Any) -> dict[str, Any]:
-    """Report which parts of the plugin are active, with the engine's sizes; the launcher checks the answer."""
+    """Report which parts of the plugin are active, with the engine's sizes.
+
+    `EngineDescription` in `engine.py` has the meaning of most keys. `description.in_force` makes the line in the log of
+    it; `rollout/start.py` and `client/transport.py` check it.
+    """
     settings = scheduler.rlspec_settings
     worker = scheduler.draft_worker
     adaptive = getattr(worker, "adaptive_controller", None)
@@ -159,12 +170,15 @@ def _kernels(settings: Settings, runner: Any) -> str:
     device = next(runner.model.parameters()).device
     if settings.verifier != "position_keyed" and device.type != "cpu":
         return "sglang"
-    ours = chosen.sampling(torch.empty(0, device=device))
+    ours = chosen.sampling(torch.empty(0, device=device))  # an empty tensor: only its device and type count
     return "triton" if ours else "torch"
 
 
 def _stamp(scheduler: Any, version: str) -> None:
-    """End an update of weights: drop what older ones computed, and keep the version."""
+    """End an update of weights: drop what older weights computed, and remember the new version.
+
+    Raises ValueError while requests run. `http/weight_routes.py` takes them off the batch before an update.
+    """
     if not scheduler.flush_cache():
         raise ValueError("requests are running, so the cache of older weights was not dropped")
     versions.installed().stamp(scheduler, version)
@@ -192,16 +206,22 @@ def _release(scheduler: Any) -> None:
 
 def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
     decider = decisions.decider
-    rule = decider.rule if decider.fixed is None else None
+    rule = decider.rule if decider.fixed is None else None  # a fixed choice leaves an older rule behind
     return {"report": {} if rule is None else rule.report()}
 
 
 def _stats(scheduler: Any) -> dict[str, Any]:
+    """Return the sums of the rounds since the last call, and forget them."""
     return {"rounds": [asdict(s) for s in rounds.take()]}
 
 
 def _progress(scheduler: Any) -> dict[str, Any]:
-    """Return what the engine decodes, how many requests wait, and the free room of its KV cache in tokens."""
+    """Return what the engine decodes, how many requests wait, and the free room of its KV cache in tokens.
+
+    running  rows (request id, prompt tokens, context tokens, tokens per verify round), the fields of `RunningSample`
+    waiting  requests
+    version  of the weights
+    """
     running = []
     for request in scheduler.collect_inflight_reqs():
         decodes = request.output_ids and request.kv.holds_kv
@@ -210,6 +230,7 @@ def _progress(scheduler: Any) -> dict[str, Any]:
         prompt = len(request.origin_input_ids)
         context = prompt + len(request.output_ids)
         accept = 1 + request.spec_num_correct_drafts / max(1, request.spec_verify_ct)
+        # `ids.outer` is the id that the client gave.
         running.append([ids.outer(request.rid), prompt, context, accept])
     allocator = scheduler.token_to_kv_pool_allocator
     return {
@@ -221,6 +242,7 @@ def _progress(scheduler: Any) -> dict[str, Any]:
 
 
 def _recent_rounds(scheduler: Any) -> dict[str, Any]:
+    """Return single rounds since the last call, [config, batch, context tokens, ms or None], and forget them."""
     return {"rounds": [[asdict(config), *rest] for config, *rest in rounds.take_recent()]}
 
 
@@ -229,21 +251,23 @@ def _fingerprints(scheduler: Any) -> dict[str, Any]:
 
 
 def _watch_loaders(scheduler: Any) -> None:
-    """Record the tensors that the models' loaders are given.
+    """From now on, record the tensors that the models' loaders are given. Sets two attributes of the scheduler.
 
-    `scheduler.rlspec_unnamed`: why pushes are checked by these; "" if the tensors held are compared instead.
+    rlspec_unnamed    why pushes are checked by what the loaders were given; "" if by what the engine holds
+    rlspec_remembers  whether fingerprints of what the loaders were given are remembered, for the command `delivered`
     """
     unnamed = _unnamed(scheduler)
     scheduler.rlspec_unnamed = unnamed
-    if eagle3.of(scheduler):  # before the loaders are watched, which remember the names of the push
+    # Before the loaders are watched: the last wrapper of a loader sees the tensors first, with the names of the push.
+    if eagle3.draft_worker(scheduler):
         eagle3.separate_loaders(*models_of(scheduler))
     if unnamed:
         logger.warning(
             "rlspec: pushes are checked by what the models' loaders were given: %s", unnamed
         )
     # What is stored of quantised weights cannot be compared with what was pushed.
-    unlike = unnamed or scheduler.model_config.quantization
-    scheduler.rlspec_remembers = scheduler.rlspec_settings.deliveries or bool(unlike)
+    incomparable = unnamed or scheduler.model_config.quantization
+    scheduler.rlspec_remembers = scheduler.rlspec_settings.deliveries or bool(incomparable)
     for model, deliveries in zip(models_of(scheduler), _deliveries.values(), strict=True):
         if model is not None:
             deliveries.watch(model, fingerprints=scheduler.rlspec_remembers)
@@ -259,23 +283,25 @@ def _unnamed(scheduler: Any) -> str:
 
 
 def _delivered(scheduler: Any) -> dict[str, Any]:
+    """Return the fingerprints of what the loaders were last given: {"target": {name: mark}, "drafter": ...}."""
     if not scheduler.rlspec_remembers:
         raise ValueError('deliveries are not remembered: set "deliveries" in RLSPEC_SGLANG')
     return {name: deliveries.marks for name, deliveries in _deliveries.items()}
 
 
 def _shapes(scheduler: Any) -> dict[str, Any]:
-    """Return shapes by name, and the names of the drafter's own tensors.
+    """Return the full tensors' shapes by name, and the names of the drafter's own tensors.
 
-    Where names are not known (`unnamed` says why), there are no shapes, and the drafter's names are the family's table.
+    Where names cannot be read (`unnamed` says why), there are no shapes, and the drafter's names are those of the
+    family's name table. Read by `http/weight_routes.py` and `client/engine.py`.
     """
     unnamed = scheduler.rlspec_unnamed
-    held = [] if unnamed else list(of_scheduler(scheduler))
+    parts = [] if unnamed else list(of_scheduler(scheduler))
     return {
-        "shapes": {part.name: list(part.shape) for part in held},
+        "shapes": {part.name: list(part.shape) for part in parts},
         "drafter": _drafter_names(scheduler)
         if unnamed
-        else [part.name for part in held if part.drafter],
+        else [part.name for part in parts if part.drafter],
         "unnamed": unnamed,
     }
 
@@ -283,7 +309,7 @@ def _shapes(scheduler: Any) -> dict[str, Any]:
 def _drafter_names(scheduler: Any) -> list[str]:
     """Return the drafter's names by the family's table; [] for a family without one."""
     config = scheduler.model_config.hf_config.to_dict()
-    if worker := eagle3.of(scheduler):
+    if worker := eagle3.draft_worker(scheduler):
         config[DRAFTER] = worker.draft_runner.model_config.hf_config.to_dict()
     try:
         return list(name_table(config).drafter_names)
@@ -310,12 +336,15 @@ _COMMANDS: dict[str, Callable[..., dict[str, Any] | None]] = {
 
 
 def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -> Any:
-    """Record the round whose results SGLang processes.
+    """Wrap SGLang's processing of a decode round's results, and record the round.
 
     The overlap scheduler launches a round before it has processed the one before. So requests that ended or were
     retracted meanwhile take part in it once more. SGLang drops their tokens, and the record leaves them out.
+
+    `controller.py` sets `result.rlspec_round`. An engine without our controller has none.
     """
     ran = getattr(result, "rlspec_round", None)
+    # Before SGLang processes the results, because it puts tokens into the prefix tree then.
     if ran is not None:
         prefix_tree.follow(batch.reqs, ran.behind(len(batch.reqs)))
     else:
@@ -325,6 +354,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
             else SpecConfig(result.speculative_num_draft_tokens - 1)
         )
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
+    # Indices of the requests that count. Also before: SGLang ends requests when it processes the results.
     running = []
     for i, request in enumerate(batch.reqs):
         if not (request.finished() or request.is_retracted):
@@ -333,8 +363,9 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     if not running:
         rounds.interrupt()
         return returned
+    # absent in an engine without speculation
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
-    if ran.drafting is not None:
+    if ran.drafting is not None:  # the drafts of the others were random
         running = sorted({*running} & {*ran.drafting})
     requests = np.array(running, int)
     counted = np.array(accepted)[requests]
@@ -348,8 +379,12 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
 
 
 def _mark_drafts(request: Any, accepted: int) -> None:
-    """Append one mark per output token, 1 for a draft, before SGLang appends the tokens of a round."""
+    """Append one mark for each output token of a round, 1 for a draft, before SGLang sends the round's tokens.
+
+    A round gives `accepted` drafts and then one token of the target's own. `client/engine.py` reads the marks.
+    """
     marks = _marks(request)
+    # Earlier tokens without a mark are no drafts.
     marks += [0] * (len(request.output_ids) - len(marks))
     if accepted:
         marks += [1] * accepted
@@ -359,7 +394,7 @@ def _mark_drafts(request: Any, accepted: int) -> None:
 def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
     """Note that the next round has no start time, and that the drafters have read all of these requests' tokens.
 
-    The token that a prefill samples is no draft.
+    Mark the token that a prefill samples: it is no draft.
     """
     rounds.interrupt()
     prefix_tree.follow(batch.reqs, ())
@@ -367,11 +402,12 @@ def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
         return
     for request in batch.reqs:
         marks = _marks(request)
-        # before SGLang sends the prefill's token
+        # one more than there are: SGLang adds the prefill's token after this hook, and sends it with its mark
         marks += [0] * (len(request.output_ids) + 1 - len(marks))
 
 
 def _marks(request: Any) -> list[int]:
+    """Return the request's list of marks, which SGLang sends in `meta_info` with its tokens."""
     if request.customized_info is None:
         request.customized_info = {}
     marks: list[int] = request.customized_info.setdefault(DRAFTED, [])
@@ -379,4 +415,5 @@ def _marks(request: Any) -> list[int]:
 
 
 def _after_pause(returned: Any, *args: Any, **kwargs: Any) -> None:
+    """Note that the time of the pause belongs to no round."""
     rounds.interrupt()

@@ -96,10 +96,12 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             self._context = sum(r.seqlen for r in reqs)
             self._plain = plain_round.asks_no_more(self._batch)
             missed = partial(gap.missed, reqs) if gap.open else _none_missed
+            # Drafts would change the text of a penalised request.
             if decisions.decider.can_hold and plain_round.penalised(self._batch):
                 self._config, n = OFF, 0
             else:
                 self._config, n = decisions.decider.choose(batch_size, self._context, missed)
+            # A round with drafts needs drafters that have read what they missed.
             closing = gap.open and not self._config.off
             self._drafting = self._catch_up(n) if closing else None
         if self._config.num_steps != self.worker.speculative_num_steps:

@@ -1,4 +1,6 @@
-"""SGLang's token map (FR-Spec): the hot tokens, from which drafts are chosen, renewed while the engine runs.
+"""SGLang's token map (FR-Spec): the token ids from which drafts are chosen, renewed while the engine runs.
+
+These ids are SGLang's `hot_token_id`, [S] int64, and `words` in our route `control/set_draft_vocabulary`.
 
 SGLang copies rows of the target's output layer into the drafter's when it starts, by the file of
 `--speculative-token-map`. The copy has three gaps. A weight update does not renew it. Where embedding and head are not
@@ -21,7 +23,7 @@ from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 from megatron_rlspec.rollout.sglang.scheduler.served_weights import load_through
 
-HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"  # the output layer's name in checkpoints
 WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 
 
@@ -34,13 +36,17 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
 
 
 def size(worker: Any) -> int:
-    """Return how many tokens SGLang's token map has; 0: there is none."""
+    """Return how many tokens SGLang's token map has; 0: there is none. `worker`: the scheduler's draft worker."""
     drafter = _drafter(worker)
     return 0 if drafter is None else len(drafter.hot_token_id)
 
 
 def renew(worker: Any, words: list[int]) -> None:
-    """Choose drafts from the token ids `words` from the next round on. Raises ValueError."""
+    """Choose drafts from the token ids `words` from the next round on.
+
+    Collective over the tensor-parallel ranks, which all get the same ids. Raises ValueError, on every rank, before
+    anything has changed.
+    """
     drafter = _drafter(worker)
     if drafter is None:
         raise ValueError(
@@ -54,12 +60,16 @@ def renew(worker: Any, words: list[int]) -> None:
     total = drafter.target_worker.model_config.vocab_size
     if len(set(words)) != expected or max(words) >= total:
         raise ValueError(f"words: expected different ids from 0 to {total - 1}")
+    # In place: captured graphs read this memory.
     drafter.hot_token_id.copy_(torch.tensor(sorted(words)))
     _copy_rows(drafter)
 
 
 def _drafter(worker: Any) -> Any:
-    """Return SGLang's draft worker if it has a token map, else None. An EAGLE-3 drafter has words of its own."""
+    """Return SGLang's `EagleDraftWorker` if it has a token map that can change, else None.
+
+    An EAGLE-3 drafter's map belongs to its checkpoint, with a head of its own.
+    """
     drafter: Any = getattr(worker, "draft_worker", None)
     if getattr(drafter, "hot_token_id", None) is None:
         return None
@@ -67,8 +77,10 @@ def _drafter(worker: Any) -> Any:
 
 
 def _copy_rows(drafter: Any) -> None:
+    """Copy the target's rows of the tokens into the drafter's head, in place. Collective."""
     _, head = drafter._resolve_shared_embed_and_head()
-    # not through `.data`, so that a packed copy of the rows is seen to be old
+    # Not through `.data`, which would not raise the tensor's version. `rollout/embedded/packed.py`, which CPU engines
+    # use, keeps packed copies of weights and packs a weight again when its version has changed.
     with torch.no_grad():
         drafter.draft_runner.model.lm_head.weight.copy_(_rows(head, drafter.hot_token_id))
 
@@ -83,15 +95,16 @@ def _rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     if group.world_size == 1:
         return head[tokens]
     local = tokens - group.rank_in_group * len(head)
-    here = (local >= 0) & (local < len(head))
+    on_this_rank = (local >= 0) & (local < len(head))
     rows = head.new_zeros(len(tokens), head.shape[1])
-    rows[here] = head[local[here]]
+    rows[on_this_rank] = head[local[on_this_rank]]
     rows = group.all_reduce(rows)  # every row is on one rank, and 0 on the others
+    # a copy, so that the other ranks' rows leave memory
     return rows.chunk(group.world_size)[group.rank_in_group].clone()
 
 
 def _init_head(original: Callable, drafter: Any) -> None:
-    """Wrap SGLang's choice of the drafter's head, which indexes the target's rows as if all of them were here."""
+    """Wrap SGLang's choice of the drafter's head: it indexes the target's rows as if this rank had all of them."""
     tokens = drafter.hot_token_id
     if tokens is None or parallel().tp_group.world_size == 1:
         return original(drafter)
@@ -108,7 +121,7 @@ def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _after_start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep the output layer of weight updates from the drafter's loader."""
+    """Hide the output layer of weight updates from the drafter's loader, which would fail on it."""
     drafter = _drafter(scheduler.draft_worker)
     if drafter is not None:
         load_through(

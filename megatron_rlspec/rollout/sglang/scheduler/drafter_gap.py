@@ -260,7 +260,7 @@ class DrafterGap:
             torch.int64
         )
         part.req_pool_indices = slots
-        # The same on the host, which SGLang before 0.5.23 does not have.
+        # Of SGLang 0.5.23, which pads it together with the others. So it needs as many rows.
         if getattr(batch, "req_pool_indices_cpu", None) is not None:
             part.req_pool_indices_cpu = batch.req_pool_indices_cpu[behind]
         part.seq_lens_cpu = torch.tensor(starts) + torch.tensor(sizes)

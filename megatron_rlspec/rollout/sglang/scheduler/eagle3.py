@@ -24,7 +24,7 @@ from megatron_rlspec.rollout.sglang.scheduler.served_weights import load_through
 Tensors = Iterable[tuple[str, Tensor]]
 
 
-def of(scheduler: Any) -> Any:
+def draft_worker(scheduler: Any) -> Any:
     """Return SGLang's `EagleDraftWorker` if its drafter is one of EAGLE-3, else None."""
     worker = getattr(scheduler.draft_worker, "draft_worker", None)
     algorithm = getattr(worker, "speculative_algorithm", None)
@@ -32,7 +32,10 @@ def of(scheduler: Any) -> Any:
 
 
 def separate_loaders(target: Any, drafter: Any) -> None:
-    """Let the target's loader see the tensors without `PREFIX`, and the drafter's those behind it, without it."""
+    """Let the target's loader see the tensors without `PREFIX`, and the drafter's loader the others, `PREFIX` removed.
+
+    `push/` sends the drafter's tensors with that prefix (`models/config.py`).
+    """
 
     def targets(tensors: Tensors) -> Tensors:
         return ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
@@ -46,18 +49,21 @@ def separate_loaders(target: Any, drafter: Any) -> None:
 
     load_through(target, targets)
     load_through(drafter, drafters)
-    # SGLang makes this norm for every layer, and only the first one's is read
+    # SGLang makes this norm for every layer, but reads the first layer's only. Without the others, the parameters are
+    # those of a push.
     for layer in drafter.model.layers[1:]:
         layer.input_layernorm = None
 
 
 def describe(scheduler: Any) -> dict[str, Any]:
-    """Return what a drafter must agree with its trainer about; {} if the engine has no EAGLE-3 drafter.
+    """Return what the engine's drafter and the trainer's must have in common; {} without an EAGLE-3 drafter.
+
+    `check_served_drafter` in `rollout/start.py` compares it with the trainer's files.
 
     taps   layers of the target whose inputs it reads (auxiliary hidden states)
     words  fingerprint of the tokens [S] int64 that it drafts from, in the order of its head's rows
     """
-    worker = of(scheduler)
+    worker = draft_worker(scheduler)
     if worker is None:
         return {}
     words = worker.hot_token_id

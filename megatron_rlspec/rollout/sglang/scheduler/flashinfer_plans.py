@@ -20,12 +20,13 @@ from megatron_rlspec.compat.installed import locate
 
 PLAN = "sglang.srt.layers.attention.flashinfer_backend.FlashInferIndicesUpdaterPrefill.call_begin_forward"
 MODULE = "flashinfer.prefill.get_batch_prefill_module"
+# SGLang's switches, by which it makes these plans from lengths on the host.
 SWITCHES = ("SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN", "SGLANG_OPT_FLASHINFER_DRAFT_HOST_INDPTR")
 
-# Arguments of the FA2 planner, by their places.
+# Indices of arguments of the FA2 planner (`plan` of FlashInfer's prefill module), which takes them by position.
 _ROW_STARTS = 3  # [requests + 1], on the host
-_IN_GRAPH = 11
-_UNIFORM_Q_LEN = 19
+_IN_GRAPH = 11  # whether the plan is for a CUDA graph
+_UNIFORM_Q_LEN = 19  # the last argument; a planner with another number of arguments is left alone
 
 
 def hooks() -> Iterator[tuple[str, Callable, str]]:
@@ -39,13 +40,18 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
 
 
 class Promise:
-    """Whether the pass that is being planned belongs to a round of drafts. A scheduler plans in one thread."""
+    """Knows whether the pass that is being planned belongs to a round of drafts, and promises equal rows for it.
+
+    `in_rounds` runs around SGLang's planning, and `_plan` inside it. A scheduler plans in one thread.
+
+    holds  whether all requests of the pass that is being planned have equally many rows
+    """
 
     def __init__(self) -> None:
         self.holds = False
 
     def in_rounds(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Wrap SGLang's planning of a pass over more than one row a request."""
+        """Wrap SGLang's planning of a pass. One with a `SpecInput` belongs to a round of drafts; a prefill has none."""
         from sglang.srt.speculative.spec_info import SpecInput
 
         self.holds = any(isinstance(value, SpecInput) for value in (*args, *kwargs.values()))
@@ -55,7 +61,10 @@ class Promise:
             self.holds = False
 
     def planned(self, original: Callable, backend: str, *args: Any) -> Any:
-        """Wrap FlashInfer's look-up of a kernel's functions, which it caches: `plan` keeps the promise."""
+        """Wrap FlashInfer's look-up of a kernel's functions, and replace its `plan` by ours.
+
+        FlashInfer caches what it returns, so a module that comes again has our `plan` already.
+        """
         module = original(backend, *args)
         if backend == "fa2" and not isinstance(module.plan, partial):
             module.plan = partial(self._plan, module.plan)
@@ -63,6 +72,6 @@ class Promise:
 
     def _plan(self, original: Callable, *args: Any) -> Any:
         if self.holds and len(args) == _UNIFORM_Q_LEN + 1 and args[_IN_GRAPH]:
-            starts = args[_ROW_STARTS]
+            starts = args[_ROW_STARTS]  # The first request's rows are as many as any other's.
             args = (*args[:_UNIFORM_Q_LEN], int(starts[1] - starts[0]))
         return original(*args)

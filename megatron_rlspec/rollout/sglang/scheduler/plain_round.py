@@ -18,13 +18,14 @@ from megatron_rlspec.rollout.sglang.scheduler.verifier import only_tokens
 def possible(worker: Any) -> bool:
     """Return whether `run` can take the place of the verify path in a decode round of an `EAGLEWorkerV2`.
 
-    That is without graphs, whose output buffers the next pass overwrites.
+    It cannot with CUDA graphs: the next pass overwrites their output buffers, and `DrafterGap` keeps the hidden states
+    without a copy.
     """
     return worker.target_worker.model_runner.decode_cuda_graph_runner is None
 
 
 def asks_no_more(batch: Any) -> bool:
-    """Return whether a batch has nothing that the verify path alone computes, as grammars and top logprobs."""
+    """Return whether a batch needs nothing that only the verify path computes, such as grammars and top log-probs."""
     return (
         not batch.has_grammar
         and batch.hisparse_coordinator is None
@@ -38,25 +39,31 @@ def asks_no_more(batch: Any) -> bool:
 def penalised(batch: Any) -> bool:
     """Return whether a request's penalties depend on its earlier tokens.
 
-    SGLang counts one token a round for them, so a round with drafts would give another text.
+    SGLang counts one token a round for them. So a round with drafts would give another text than one without.
     """
     return batch.sampling_info.acc_additive_penalties is not None
 
 
 def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Run the round. Returns the verify path's result, and hidden [B, H] and token [B] of the position computed.
+    """Run the round. Returns (result, hidden states [B, H], tokens [B]), the last two of the position computed.
 
-    `on_publish` is SGLang's callback under the overlap scheduler: it gets the new sequence lengths [B].
+    The result is a `GenerationBatchResult` with the fields that the verify path would set. Its drafter's part is not
+    complete: `controller.py` fills it (`_stub_skipped_draft_extend`).
+
+    worker      `EAGLEWorkerV2`
+    batch       `ScheduleBatch` in decode mode, without a verify input
+    on_publish  SGLang's callback under the overlap scheduler; it gets the new sequence lengths [B]
     """
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-    tokens = batch.spec_info.bonus_tokens
+    tokens = batch.spec_info.bonus_tokens  # each request's newest token, which is not in the KV cache yet
     part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
     vars(part).update(vars(batch))
     part.forward_mode = ForwardMode.DECODE
     part.spec_info = None
     part.input_ids = tokens.to(torch.int64)
+    # The verify path has reserved slots behind each sequence; the first one is for this token.
     part.out_cache_loc = worker.req_to_token_pool.req_to_token[
         batch.req_pool_indices, batch.seq_lens
     ].to(torch.int64)
@@ -67,7 +74,7 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     result = versions.installed().forward(worker.target_worker, part, CaptureHiddenMode.FULL)
 
     hidden = result.logits_output.hidden_states
-    if batch.return_logprob:
+    if batch.return_logprob:  # [B] of plain decoding, [B, 1] as of the verify path
         result.logits_output.next_token_logprobs = result.logits_output.next_token_logprobs.view(
             -1, 1
         )
@@ -76,6 +83,7 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     result.accept_lens = torch.ones_like(result.next_token_ids)
     result.new_seq_lens = part.seq_lens
     result.next_draft_input = EagleDraftInput(bonus_tokens=result.next_token_ids)
+    # Last: the scheduler may go on with these lengths from here.
     if on_publish is not None:
         on_publish(result.new_seq_lens)
     return result, hidden, tokens

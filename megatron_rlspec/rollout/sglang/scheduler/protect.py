@@ -12,9 +12,10 @@ from typing import Any, cast
 
 from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 
-GROUP_PREFIX = "rlspec-"  # of the process groups that our trainer makes
-GROUP_SECONDS = 120  # for its members to meet, and for one tensor
-# Methods of SGLang's weight updater -> the message with which they answer.
+# Of the process groups that our trainer makes (`client/transport.py`); `JoinBody` in `schemas.py` requires it.
+GROUP_PREFIX = "rlspec-"
+GROUP_SECONDS = 120  # for the members of such a group to meet, and for one tensor
+# Methods of SGLang's weight updater -> the class in `io_struct` of the message with which they answer.
 _OUTPUTS = {
     "begin_weight_update": "BeginWeightUpdateReqOutput",
     "end_weight_update": "EndWeightUpdateReqOutput",
@@ -35,7 +36,7 @@ def scheduler_hooks(
 
 
 def answer_errors(output: str, original: Callable, manager: Any, request: Any) -> Any:
-    """Run the original; if it raises, log the traceback and answer with one line."""
+    """Run the original; if it raises, log the traceback and answer with one line. `output`: the answer's class."""
     try:
         with _bounded(request):
             return original(manager, request)
@@ -49,7 +50,12 @@ def answer_errors(output: str, original: Callable, manager: Any, request: Any) -
 
 @contextmanager
 def _bounded(request: Any) -> Iterator[None]:
-    """While a group of ours is joined, let its members wait for `GROUP_SECONDS` instead of torch's 30 minutes."""
+    """While a group of ours is joined, let its members wait for `GROUP_SECONDS` instead of torch's 30 minutes.
+
+    SGLang joins with torch's default (`default_pg_timeout`), so that is changed meanwhile. A scheduler joins in one
+    thread.
+    """
+    # only the request of `init_weights_update_group` has it
     joins = hasattr(request, "master_port")
     if not joins or not request.group_name.startswith(GROUP_PREFIX):
         yield

@@ -19,7 +19,8 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 class PushSession:
     """The session of one scheduler process; each tensor-parallel rank opens and closes its own at the same requests.
 
-    `begin`, `end`: SGLang's messages for a session over target and drafter.
+    begin, end  SGLang's messages for a session over target and drafter
+    opened      whether `open` opened the session that is open now
     """
 
     def __init__(self, begin: Any, end: Any) -> None:
@@ -28,6 +29,7 @@ class PushSession:
         self.opened = False
 
     def hooks(self) -> Iterator[tuple[str, Callable, str]]:
+        """Yield the session's hooks, and two that make pushes and pauses cheaper."""
         yield f"{MANAGER}.update_weights_from_distributed", self.open, "BEFORE"
         yield f"{MANAGER}.update_weights_from_tensor", self.open, "BEFORE"
         yield f"{SCHEDULER}.continue_generation", self.close, "BEFORE"
@@ -48,7 +50,7 @@ class PushSession:
 
 
 def _once(original: Callable, model: Any) -> str | None:
-    """Walk the model's modules once, and not for every bucket: SGLang says that the answer is fixed at start-up."""
+    """Let SGLang walk the model's modules once instead of at every bucket. It says that the answer never changes."""
     if not hasattr(model, "rlspec_unsupported"):
         model.rlspec_unsupported = original(model)
     unsupported: str | None = model.rlspec_unsupported
@@ -56,6 +58,6 @@ def _once(original: Callable, model: Any) -> str | None:
 
 
 def _sleep(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """With --sleep-on-idle, wait for the next request. SGLang's loop sleeps when it is idle, and spins when paused."""
+    """With --sleep-on-idle, let a paused engine wait for the next request. SGLang's loop spins while it is paused."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()

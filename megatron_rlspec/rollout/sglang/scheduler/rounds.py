@@ -14,11 +14,10 @@ WARM_UP = 8  # first rounds of an engine, in which kernels are compiled and memo
 
 
 class TimedRounds(RoundLog):
-    """A round lasts from the end of the round before to its own end, when its results are processed.
+    """Times rounds: one lasts from the end of the round before to its own end, when its results are processed.
 
     A round after a prefill, a pause or an empty engine has no start time, and the first WARM_UP rounds are not timed.
-    The overlap scheduler launches a round before it processes the results of the one before. What drafters catch up on
-    at that launch is time of the round that is launched.
+    Times are by this rank's clock; `shared_times.py` tells the first rank's to the others.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class TimedRounds(RoundLog):
         self._last_end = None
 
     def catching_up(self, seconds: float) -> None:
-        """Note that drafters caught up for so long when a round was launched."""
+        """Note that drafters caught up for this time when a round was launched."""
         self._caught_up += seconds
 
     def observe(
@@ -44,10 +43,12 @@ class TimedRounds(RoundLog):
         last: bool,
         if_all: Sequence[float] = (),
     ) -> float | None:
-        """Record a round of `batch` requests; `last` if no request continues.
+        """Record a round of `batch` requests, when its results are processed.
 
-        accepted  drafts of those requests that count: whose drafter had caught up, and that had not ended before
-        verified  drafts of them together
+        accepted  [n] accepted drafts of the requests that count: those whose drafter had caught up, and that had not
+                  ended before
+        verified  their verified drafts, all together
+        last      whether no request continues, so that the next round has no start time
         if_all    as in `RoundStats`
 
         Returns the round's duration in ms, or None if it has no start time.
@@ -55,6 +56,8 @@ class TimedRounds(RoundLog):
         now = time.perf_counter()
         ms = None
         if self._last_end is not None and not self._warm_up:
+            # The overlap scheduler launches the next round before this one ends. Then `_caught_up` belongs to the next
+            # round, and this round's own lies before `_last_end`. Elsewhere both are the same.
             ms = 1000 * (now - self._last_end - self._caught_up + ran.caught_up)
         self._caught_up = 0.0
         self._warm_up = max(self._warm_up - 1, 0)

@@ -1,8 +1,9 @@
 """Read the weights that an SGLang engine serves, under the names of their Hugging Face checkpoint.
 
 SGLang stacks several of a checkpoint's tensors into one parameter, and each rank holds a part of it. `named_tensors`
-takes these parameters apart again, for the families whose record says `pushed`. A fingerprint is a sum over a tensor's
-words, so each rank sums over its part, at the part's place in the full tensor, and only sums travel between ranks.
+takes these parameters apart again, for the families whose record says `pushed` (`models/families.py`). A fingerprint
+is a sum over a tensor's 8-byte words (`push/fingerprint.py`). So each rank sums over its part, at the part's place in
+the full tensor, and only sums travel between ranks. `push/` compares them with the fingerprints of what was sent.
 
 Raises `UnnamedError` for weights whose form is not known here: another family, quantised weights, a layout for special
 kernels. Such an engine is checked by the tensors that its loaders were given (`Deliveries`).
@@ -22,8 +23,9 @@ from megatron_rlspec.models.families import FAMILIES
 from megatron_rlspec.push.fingerprint import of_parts, read, unread
 from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 
-_WORD = 8  # bytes; a fingerprint's unit, which no two ranks may share
+_WORD = 8  # bytes, a fingerprint's unit, as in `push/fingerprint.py`; no word may lie on two ranks
 _ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold
+# SGLang's class of a drafter -> (prefix of its parameters, prefix in the checkpoint); the first that fits counts
 _DRAFTERS = {
     record.sglang_drafter: record.sglang_drafter_names
     for record in FAMILIES.values()
@@ -37,9 +39,14 @@ class UnnamedError(NotImplementedError):
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one rank holds of the tensor `name` of `shape`: rows (dim 0) or columns (dim 1) from `first` on.
+    """What one rank holds of one tensor of the checkpoint.
 
-    A rank without any of it, as of other ranks' experts, has an empty `part` and `first` -1.
+    name     in the checkpoint
+    part     this rank's share; empty where other ranks hold the tensor, as an expert of theirs
+    shape    of the full tensor
+    dim      the dimension that is split between ranks: 0 (rows) or 1 (columns)
+    first    index of the part's first row or column in the full tensor; -1 (`_ELSEWHERE`) of an empty part
+    drafter  whether it is the drafter's own
     """
 
     name: str
@@ -50,9 +57,12 @@ class TensorPart:
     drafter: bool = False
 
     def pushed_as(self, dtype: torch.dtype | None) -> TensorPart:
-        """Return the part in the number type in which it was pushed, if it is exact there; otherwise as it is.
+        """Return the part in the number type in which it was pushed, if no value changes by that; otherwise as it is.
 
-        SGLang stores some tensors in a wider type than that (routers in float32). Waits for a GPU in this case only.
+        SGLang stores some tensors in a wider type than that (routers in float32). A fingerprint depends on the bits, so
+        the types must agree. Waits for a GPU if they differ.
+
+        dtype  None: not known, so the part stays as it is
         """
         if dtype is None or dtype == self.part.dtype:
             return self
@@ -61,7 +71,7 @@ class TensorPart:
         return replace(self, part=narrow) if exact else self
 
     def placed(self) -> tuple[Tensor, int]:
-        """Return a tensor and its start, of which `of_parts` makes this part's share of the full tensor's fingerprint.
+        """Return (tensor, index of its first element in the full tensor), from which `of_parts` makes the fingerprint.
 
         Raises ValueError if a word crosses the part's edge.
         """
@@ -75,27 +85,37 @@ class TensorPart:
             raise ValueError(
                 f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}"
             )
+        # Columns do not follow one another in the full tensor. Zeros around them add nothing to the sum.
         full = part.new_zeros(self.shape)
         full.narrow(self.dim, self.first, part.shape[self.dim]).copy_(part)
         return full, 0
 
 
-def marks_of(held: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -> list[int]:
-    """Return the shares of parts in their tensors' fingerprints, in the number types in which these were pushed."""
+def marks_of(parts: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -> list[int]:
+    """Return the share of each part in its tensor's fingerprint, unsigned 64-bit.
+
+    dtypes  the number type in which each tensor was pushed; None: not known
+    """
     # A generator: copies in another type are made and freed one by one.
     return of_parts(
-        part.pushed_as(dtype).placed() for part, dtype in zip(held, dtypes, strict=True)
+        part.pushed_as(dtype).placed() for part, dtype in zip(parts, dtypes, strict=True)
     )
 
 
 def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
-    """Join every rank's `[tensors]` fingerprints and first rows or columns to fingerprints of the full tensors.
+    """Join the shares of all ranks to the fingerprints of the full tensors, `[tensors]`.
+
+    marks   `[ranks][tensors]`, by `marks_of`
+    firsts  `[ranks][tensors]`, `TensorPart.first`
 
     Ranks that hold the same part must agree on it; otherwise both count, and the sum matches no tensor's fingerprint.
     """
     totals = []
-    for places, of_ranks in zip(zip(*firsts, strict=True), zip(*marks, strict=True), strict=True):
-        parts = set(zip(places, of_ranks, strict=True))
+    for firsts_of_ranks, marks_of_ranks in zip(
+        zip(*firsts, strict=True), zip(*marks, strict=True), strict=True
+    ):
+        # A set: a part that several ranks hold counts once.
+        parts = set(zip(firsts_of_ranks, marks_of_ranks, strict=True))
         totals.append(sum(mark for _, mark in parts) % (1 << 64))
     return totals
 
@@ -105,15 +125,16 @@ class Deliveries:
     """What a model's loader was last given, by the checkpoint's names.
 
     dtypes  number types
-    marks   fingerprints; remembered only if `watch` is told so, since they cost a pass over all weights
+    marks   fingerprints, unsigned 64-bit; remembered only if `watch` is told so: they cost a pass over all weights
     """
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    # as `unread` returns them, so that loading does not wait for a GPU
     _marks: dict[str, int | Tensor] = field(default_factory=dict)
 
     @property
     def marks(self) -> dict[str, int]:
-        """Read the fingerprints, those on a GPU with one wait."""
+        """Read the fingerprints. Those on a GPU take one wait together."""
         return dict(zip(self._marks, read(list(self._marks.values())), strict=True))
 
     def watch(self, model: nn.Module, *, fingerprints: bool) -> None:
@@ -135,7 +156,10 @@ class Deliveries:
 def load_through(
     model: Any, chosen: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 ) -> None:
-    """From now on, let the loader of `model` see what `chosen` makes of the tensors that it is given."""
+    """From now on, let `model.load_weights` see what `chosen` makes of the (name, tensor) pairs that it is given.
+
+    Calls nest: the last `chosen` sees the tensors first.
+    """
     load = model.load_weights
 
     def load_weights(tensors: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
@@ -145,14 +169,18 @@ def load_through(
 
 
 def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dict[str, int]:
-    """Compute the fingerprint of every tensor of the engine. All tensor-parallel ranks must call it.
+    """Compute the fingerprint of every tensor of the engine, by name. All tensor-parallel ranks must call it.
 
-    `scheduler` is SGLang's `Scheduler`. Raises UnnamedError.
+    scheduler        SGLang's `Scheduler`
+    target, drafter  the deliveries to the two models, whose number types count
+
+    Raises UnnamedError.
     """
     parts = list(of_scheduler(scheduler))
     shares = marks_of(
         parts, [(drafter if part.drafter else target).dtypes.get(part.name) for part in parts]
     )
+    # [2, tensors] int64, which all ranks have in the same order
     mine = torch.tensor([[_signed(mark) for mark in shares], [part.first for part in parts]])
     group = parallel().tp_group.cpu_group
     by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -162,7 +190,10 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
 
 
 def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
-    """Yield what this rank's live models hold. Raises UnnamedError."""
+    """Yield what this rank's live models hold. Raises UnnamedError.
+
+    Ranks that hold other layers, or the same names with other weights, could not be joined, so they are refused.
+    """
     if parallel().pp_size > 1:
         raise UnnamedError(
             "weights of an engine with pipeline parallelism cannot be read; serve with --tp alone"
@@ -179,15 +210,15 @@ def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
 
 
 def models_of(scheduler: Any) -> tuple[Any, Any]:
-    """Return the models of target and drafter of a scheduler, or of its weight updater; None: without speculation."""
+    """Return (target's model, drafter's model) of a scheduler or of its weight updater; the second may be None."""
     runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
     return scheduler.tp_worker.model_runner.model, None if runner is None else runner.model
 
 
 def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[TensorPart]:
-    """Yield every parameter under its checkpoint's name; those that the drafter shares with the target, once.
+    """Yield every parameter under its checkpoint's name. One that the drafter shares with the target comes once.
 
-    Raises UnnamedError.
+    The order is the same on every rank. Raises UnnamedError.
     """
     name = type(target).__name__
     if name not in FAMILIES or not FAMILIES[name].pushed:
@@ -201,6 +232,7 @@ def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[Tens
         return
     config: Any = target.config
     layers = str(config.num_hidden_layers)
+    # The checkpoint may number the drafter's layer behind the target's layers.
     prefixes = [
         (ours, theirs.format(layers=layers)) for ours, theirs in _DRAFTERS[type(drafter).__name__]
     ]
@@ -210,6 +242,7 @@ def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[Tens
 
 
 def _renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    """Return the checkpoint's name of a drafter's parameter, by the first prefix that fits."""
     for ours, theirs in prefixes:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
@@ -217,6 +250,7 @@ def _renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
 
 
 def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[TensorPart]:
+    """Yield the parts of a model's parameters; `without`: the `id` of parameters to leave out."""
     modules = dict(model.named_modules())
     for prefix, module in modules.items():
         stem, _, last = prefix.rpartition(".")
@@ -230,9 +264,9 @@ def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[Tensor
                 yield from _experts(stem, module, leaf, parameter.data)
             elif last == "kv_b_proj":
                 yield _columns(
-                    f"{prefix}.{leaf}", module, _what_decodes(modules[stem], parameter.data)
+                    f"{prefix}.{leaf}", module, _latent_kv_b(modules[stem], parameter.data)
                 )
-            elif last == "fused_qkv_a_proj_with_mqa":
+            elif last == "fused_qkv_a_proj_with_mqa":  # whole on every rank
                 sizes = (modules[stem].q_lora_rank, len(parameter) - modules[stem].q_lora_rank)
                 for name, part in zip(
                     ("q_a_proj", "kv_a_proj_with_mqa"), parameter.data.split(sizes), strict=True
@@ -243,13 +277,17 @@ def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[Tensor
 
 
 def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
-    """Yield the parts of a layer's parameter that no mixture of experts and no latent attention has."""
+    """Yield the parts of a parameter outside experts and latent attention.
+
+    SGLang's layers are told apart by their attributes, the more special ones first.
+    """
     stem, _, last = prefix.rpartition(".")
     rank = _rank(module)
     if last == "qkv_proj":
         head = module.head_size
         q = module.q_proj_shard_size
         kv = module.kv_proj_shard_size
+        # With fewer key-value heads than ranks, several ranks hold the same head.
         kv_rank = rank // module.num_kv_head_replicas
         queries, keys, values = data.split([q, kv, kv])
         yield _rows(f"{stem}.q_proj.{leaf}", queries, module.total_num_heads * head, q * rank)
@@ -259,11 +297,11 @@ def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[Ten
         gate, up = data.split(module.output_partition_sizes)
         yield _rows(f"{stem}.gate_proj.{leaf}", gate, module.output_sizes[0], len(gate) * rank)
         yield _rows(f"{stem}.up_proj.{leaf}", up, module.output_sizes[1], len(up) * rank)
-    elif hasattr(module, "shard_indices"):  # Vocabularies are padded for the kernels.
+    elif hasattr(module, "shard_indices"):  # embedding or output layer, padded for the kernels
         first = module.shard_indices.org_vocab_start_index
         end = module.shard_indices.org_vocab_end_index
         yield _rows(f"{prefix}.{leaf}", data[: end - first], module.org_vocab_size, first)
-    elif hasattr(module, "input_is_parallel") and leaf == "weight":
+    elif hasattr(module, "input_is_parallel") and leaf == "weight":  # split over its inputs, the columns
         shape = (len(data), module.input_size)
         yield TensorPart(f"{prefix}.{leaf}", data, shape, 1, module.input_size_per_partition * rank)
     elif hasattr(module, "output_size_per_partition"):
@@ -277,7 +315,8 @@ def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[Ten
 def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
     """Yield each expert's tensors of a `FusedMoE`: w13 [experts, gate and up rows, H], w2 [experts, H, columns].
 
-    SGLang may put a shared expert behind the routed ones; its loader takes it under its own name all the same.
+    Every rank yields all experts, so that all ranks have the same order of names. SGLang may put a shared expert behind
+    the routed ones; its loader takes it under its own name all the same.
     """
     if module.use_triton_kernels or module.use_flashinfer_trtllm_moe:
         raise UnnamedError(
@@ -296,21 +335,22 @@ def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[Tensor
     for expert in range(routed + module.num_fused_shared_experts):
         slot = module._map_global_expert_id_to_local_expert_id(expert)
         name = f"{stem}.experts.{expert}" if expert < routed else f"{stem}.shared_experts"
+        # A slot of -1: another expert-parallel rank has the expert.
         part = data[slot] if slot >= 0 else data.new_empty(0, data.shape[2])
-        at = first if slot >= 0 else _ELSEWHERE
+        start = first if slot >= 0 else _ELSEWHERE
         if leaf == "w2_weight":
-            yield TensorPart(f"{name}.down_proj.weight", part, (data.shape[1], total), 1, at)
+            yield TensorPart(f"{name}.down_proj.weight", part, (data.shape[1], total), 1, start)
             continue
-        one, other = part.chunk(2) if slot >= 0 else (part, part)
-        gate, up = (other, one) if up_first else (one, other)
-        yield TensorPart(f"{name}.gate_proj.weight", gate, (total, data.shape[2]), 0, at)
-        yield TensorPart(f"{name}.up_proj.weight", up, (total, data.shape[2]), 0, at)
+        upper, lower = part.chunk(2) if slot >= 0 else (part, part)
+        gate, up = (lower, upper) if up_first else (upper, lower)
+        yield TensorPart(f"{name}.gate_proj.weight", gate, (total, data.shape[2]), 0, start)
+        yield TensorPart(f"{name}.up_proj.weight", up, (total, data.shape[2]), 0, start)
 
 
-def _what_decodes(attention: Any, weight: Tensor) -> Tensor:
-    """Return latent attention's `kv_b_proj` as its decode kernels read it, if they do.
+def _latent_kv_b(attention: Any, weight: Tensor) -> Tensor:
+    """Return the weight of latent attention's `kv_b_proj`, made from the copies that the decode kernels read, if any.
 
-    They read two copies, `w_kc` and `w_vc`, which SGLang makes after loading. A push that does not renew them differs.
+    SGLang makes these copies, `w_kc` and `w_vc`, after loading. If a push did not renew them, the fingerprint shows it.
     """
     if attention.w_kc is None or attention.w_vc is None:
         return weight
@@ -318,11 +358,12 @@ def _what_decodes(attention: Any, weight: Tensor) -> Tensor:
 
 
 def _columns(name: str, module: Any, data: Tensor) -> TensorPart:
-    """Return the part of a layer that is parallel over its outputs."""
+    """Return the part of a layer that is split over its outputs, as `ColumnParallelLinear`: rows of its weight."""
     return _rows(name, data, module.output_size, len(data) * _rank(module))
 
 
 def _rows(name: str, data: Tensor, total: int, first: int) -> TensorPart:
+    """Return the rows from `first` on of a tensor with `total` rows."""
     return TensorPart(name, data, (total, *data.shape[1:]), 0, first)
 
 
@@ -333,4 +374,5 @@ def _rank(module: Any) -> int:
 
 
 def _signed(mark: int) -> int:
+    """Return the signed integer with the same 64 bits, for a tensor of int64."""
     return mark - (1 << 64) if mark >> 63 else mark

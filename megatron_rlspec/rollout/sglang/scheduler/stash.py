@@ -97,7 +97,7 @@ def split(
     clocks_of_requests = np.split(np.concatenate(clocks)[places], first[1:])
     indices = torch.from_numpy(places).to(hidden.device).split(sizes.tolist())
     rows = {}
-    # Not strict: without any row `np.split` and `split` still return one empty part.
+    # Not strict: without any row `np.split` still returns one empty part.
     for number, own_clocks, index in zip(
         present.tolist(), clocks_of_requests, indices, strict=False
     ):
@@ -108,8 +108,8 @@ def split(
 class Stash:
     """The rows of running requests in host memory, in chunks of some rounds.
 
-    They take a few per cent of the size of the KV cache. The scheduler's thread calls all methods; a thread of the stash
-    splits the rows by request.
+    They take a few per cent of the size of the KV cache. The scheduler's thread calls all methods. The stash has a
+    thread of its own, which splits the rows by request.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Stash:
         self._stream: torch.cuda.Stream | None = None  # of the copies to the host
 
     def put(self, rounds: Sequence[SkippedRound]) -> None:
-        """Begin to copy these rounds. The caller may drop them at once, but no later pass may overwrite their tensors."""
+        """Begin to copy these rounds. The caller may drop them at once. No later pass may overwrite their tensors."""
         hidden = [skipped.hidden for skipped in rounds]
         # tokens of all rounds, then counts of all rounds: one copy for both, which `finish` takes apart
         integers = [skipped.tokens.long() for skipped in rounds]
@@ -168,7 +168,10 @@ class Stash:
         self._chunks = left
 
     def find(self, number: int, since: int) -> list[Rows]:
-        """Return a request's rows of the rounds from the clock `since` on, in the order of time. Waits for the copies."""
+        """Return a request's rows of the rounds from the clock `since` on, in the order of time.
+
+        Waits until all copies have ended.
+        """
         parts = []
         for chunk in self._chunks:
             rows = chunk.result().get(number)

@@ -18,19 +18,27 @@ from packaging.version import Version
 from megatron_rlspec.compat.installed import locate, version
 
 logger = logging.getLogger(__name__)
+# (name of SGLang's function, our function, "BEFORE", "AFTER", "AROUND" or "REPLACE") for SGLang's `HookRegistry`;
+# `http/plugin.py` registers them.
 Hook = tuple[str, Callable, str]
 
 
 class Sglang0523:
-    """Adapts to 0.5.23. Later versions are treated like it, with a warning."""
+    """Adapts to 0.5.23. Later versions are treated like it, with a warning.
+
+    The classes below override what differs in older versions. Members without a docstring there mean the same as here.
+    Schedulers call `answer` to `forward` and `stamp`; the web process calls `begin_push`, `end_push`, `tensors`,
+    `broadcast` and, with a manager, `weight_version`.
+    """
 
     spans = True  # an answer names the weights under which each of its tokens was sampled
+    # options of the server on a machine without a GPU
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
     ragged = True  # a round can verify another number of drafts of each request
     opens_handles = True  # schedulers open a bucket in the trainer's GPU memory
-    # computes the log-probs of a round's accepted tokens
+    # SGLang's function that computes the log-probs of a round's accepted tokens; `verifier.py` wraps it
     spec_logprobs = "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs"
 
     def answer(self, scheduler: Any, output: Any, request: Any) -> None:
@@ -38,7 +46,7 @@ class Sglang0523:
         scheduler.send_control_output(output, request)
 
     def softmax(self, logits: Any) -> Any:
-        """Compute probabilities as SGLang's plain decoding does."""
+        """Compute probabilities [N, V] bit for bit as SGLang's plain decoding does."""
         from sglang.kernels.ops.sampling import softmax
 
         return softmax(logits)
@@ -54,7 +62,7 @@ class Sglang0523:
     def weight_version(self, manager: Any = None) -> str:
         """Return the version of the weights, in a scheduler's process or in the one of the tokenizer `manager`.
 
-        `server_args` keep the version of the start.
+        `server_args` keep the version that the engine started with.
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -67,7 +75,7 @@ class Sglang0523:
         return draft_tp_context(drafter.parallel_layout)
 
     def forward(self, worker: Any, batch: Any, capture_hidden_mode: Any) -> Any:
-        """Run a pass of the target's worker that returns hidden states."""
+        """Run a pass of the target's worker that also returns hidden states."""
         return worker.forward_batch_generation(batch, capture_hidden_mode=capture_hidden_mode)
 
     def without_eagle3(self, config: Mapping[str, Any]) -> str:
@@ -75,7 +83,7 @@ class Sglang0523:
         return without_eagle3(config)
 
     async def begin_push(self, manager: Any, selector: str) -> tuple[bool, str]:
-        """Open a weight update; return success and SGLang's message."""
+        """Open a weight update; return success and SGLang's message. `selector`: "all", "target" or "draft"."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         return await manager.begin_weight_update(BeginWeightUpdateReqInput(selector=selector))
@@ -93,7 +101,14 @@ class Sglang0523:
     def tensors(
         self, selector: str, payloads: list[bytes], load_format: str | None = "flattened_bucket"
     ) -> Any:
-        """Return a bucket of weights as a message. The cache is flushed at the end of the update."""
+        """Return the message that has the ranks load a bucket of weights.
+
+        The cache is not flushed with each bucket, but once at the end of the update (`control._stamp`).
+
+        selector     "all", "target" or "draft": the models that load it
+        payloads     one for each tensor-parallel rank
+        load_format  None: a payload is a list of named tensors or a message of `bucket_memory.py`
+        """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         return UpdateWeightsFromTensorReqInput(
@@ -104,7 +119,12 @@ class Sglang0523:
         )
 
     def broadcast(self, selector: str, group: str, names: list, dtypes: list, shapes: list) -> Any:
-        """Return the message that has the ranks receive a bucket in one broadcast; otherwise as `tensors`."""
+        """Return the message that has the ranks receive a bucket of weights in one broadcast, and load it.
+
+        selector               as of `tensors`
+        group                  name of the process group, which the trainer has made the ranks join
+        names, dtypes, shapes  of the tensors in the bucket, in order
+        """
         from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
         return UpdateWeightsFromDistributedReqInput(
@@ -118,10 +138,10 @@ class Sglang0523:
         )
 
     def tensors_for(self, selector: str) -> dict[str, Any]:
-        """Return the fields of a `tensors` message that say which models load it: "all", "target" or "draft"."""
+        """Return the fields of a `tensors` message that say which models load it."""
         return {"selector": selector}
 
-    broadcast_for = tensors_for  # the same of a `broadcast` message
+    broadcast_for = tensors_for  # the same fields of a `broadcast` message
 
     def prepare_cpu(self) -> None:
         """Keep SGLang from a CPU backend that cannot speculate, and skip the drafter's waits for a GPU."""
@@ -132,7 +152,7 @@ class Sglang0523:
         torch.cuda.synchronize = lambda device=None: None
 
     def hooks(self) -> Iterator[Hook]:
-        """Return the hooks of this version beyond those of `control` and `verifier`."""
+        """Yield the hooks of this version, beyond those that all versions have (`http/plugin.py`)."""
         from sglang.srt.managers.io_struct import (
             BeginWeightUpdateReqInput,
             EndWeightUpdateReqInput,
@@ -153,6 +173,7 @@ class Sglang0523:
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
         yield from protect.scheduler_hooks()
         yield from flashinfer_plans.hooks()
+        # On a CPU without SGLang's own kernels.
         if stand_ins.standing_in("sgl_kernel"):
             yield from products.hooks()
 
@@ -164,7 +185,7 @@ class Sglang0515(Sglang0523):
     """
 
     spans = False
-    # It has no speculation on a CPU: its Triton backend does it, in Triton's interpreter.
+    # Its CPU backend cannot speculate. Its Triton backend can, in Triton's interpreter.
     cpu_arguments = (
         "--attention-backend=triton",
         "--triton-attention-num-kv-splits=1",
@@ -173,7 +194,7 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     ragged = False
     opens_handles = False
-    cache_locs = "sglang.srt.speculative.triton_ops.cache_locs"
+    cache_locs = "sglang.srt.speculative.triton_ops.cache_locs"  # the module of a kernel that `prepare_cpu` selects
     spec_logprobs = "sglang.srt.speculative.eagle_worker_v2.compute_spec_v2_logprobs"
 
     def weight_version(self, manager: Any = None) -> str:
@@ -226,12 +247,14 @@ class Sglang0515(Sglang0523):
         """Select the Triton form of two kernels that also exist in CUDA, and skip the drafter's waits for a GPU."""
         import torch
 
+        # On XPU these modules take the Triton form.
         for name in ("sglang.srt.speculative.eagle_utils", self.cache_locs):
             vars(importlib.import_module(name))["_is_xpu"] = True
         torch.cuda.synchronize = lambda device=None: None
         torch.Tensor.record_stream = lambda tensor, stream: None
 
     def hooks(self) -> Iterator[Hook]:
+        # No session, so no `PushSession`, and no draft vocabulary, whose rows are copied when a session ends.
         from megatron_rlspec.rollout.sglang.scheduler import drafter_push, protect
         from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 
@@ -257,7 +280,8 @@ class Sglang0518(Sglang0516):
     spec_logprobs = Sglang0523.spec_logprobs
 
 
-# Targets that were shown to hand hidden states of their layers to an EAGLE-3 drafter. MiMo's class hands out none.
+# Classes of targets that were tested to give an EAGLE-3 drafter the hidden states of their layers. MiMo's gives none.
+# `tools/families_page.py` prints them.
 EAGLE3_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -270,10 +294,10 @@ def without_eagle3(config: Mapping[str, Any]) -> str:
 
 
 def _draw_finite(logprobs: Any, seed: Any, positions: Any) -> Any:
-    """Draw columns [B, 1] by SGLang's noise, but finite noise.
+    """Replace `multinomial_with_seed`: draw columns [B, 1] by the same noise, but never by infinite noise.
 
-    The noise of 0.5.15.post1 is infinite for one hash of 2³², which samples that token whatever its probability is:
-    of 152,000 tokens, once in 28,000 draws. 0.5.23 has our clamp.
+    The noise of 0.5.15.post1 is infinite for one hash of 2³², which samples that token whatever its probability is.
+    With 152,000 tokens that happens once in 28,000 draws. 0.5.23 clamps the noise as we do.
     """
     from megatron_rlspec.noise import draw  # imports torch
 
@@ -281,9 +305,9 @@ def _draw_finite(logprobs: Any, seed: Any, positions: Any) -> Any:
 
 
 def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Flush the cache although requests wait, after which SGLang would end.
+    """Flush the cache of a paused engine although requests wait. SGLang alone would end.
 
-    Requests that a pause took off the batch hold no cache.
+    Requests that a pause took off the batch hold no cache. So the queue is hidden during the flush.
     """
     waiting = scheduler.waiting_queue
     if scheduler._engine_paused:
@@ -294,6 +318,7 @@ def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs
         scheduler.waiting_queue = waiting
 
 
+# tested version -> its adapter
 KNOWN: dict[str, type[Sglang0523]] = {
     "0.5.15.post1": Sglang0515,
     "0.5.16": Sglang0516,
@@ -313,19 +338,22 @@ def installed() -> Sglang0523:
     return adapter(installed_version)
 
 
-@cache  # one warning a process
-def adapter(found: str) -> Sglang0523:
-    """Return the adapter to a version of SGLang. Raises ImportError, in one line, if none fits."""
-    release = Version(found).release
+@cache  # so that a process warns once
+def adapter(sglang_version: str) -> Sglang0523:
+    """Return the adapter to a version of SGLang. Raises ImportError, in one line, if none fits.
+
+    `.post` and `.dev` parts do not count.
+    """
+    release = Version(sglang_version).release
     if release > (0, 5, 23):
         logger.warning(
             "rlspec: SGLang %s is later than 0.5.23, the latest version with which this was tested",
-            found,
+            sglang_version,
         )
         return Sglang0523()
-    for tested, known in KNOWN.items():
+    for tested, adapter_class in KNOWN.items():
         if Version(tested).release == release:
-            return known()
+            return adapter_class()
     raise ImportError(
-        f"this SGLang is {found}; expected 0.5.15.post1 to 0.5.19, or 0.5.23 or later"
+        f"this SGLang is {sglang_version}; expected 0.5.15.post1 to 0.5.19, or 0.5.23 or later"
     )
