@@ -98,7 +98,7 @@ def _run(command: Command, argv: list[str]) -> None:
             config = with_fresh_drafter(config)
         # before the heavy imports, so that Ctrl-C during them ends with one line
         interruption = Interruption().install()
-        with interruption.translating():
+        with interruption.errors_as_interrupted():
             rollout = config.rollout
             starts_sglang = rollout.engine == "sglang" and not rollout.urls
             doctor.refuse_if_affected(starts_sglang=starts_sglang and config.generates(command))
@@ -195,7 +195,7 @@ def answer(argv: list[str]) -> None:
     if not (DRAFTER in hf_config or hf_config.get("num_nextn_predict_layers")):
         plain = config.spec.model_copy(update={"mode": "off"})
         config = config.model_copy(update={"spec": plain})
-    with Interruption("; run the same command again to go on").install().translating():
+    with Interruption("; run the same command again to go on").install().errors_as_interrupted():
         from megatron_rlspec.commands import answer
 
         print(answer.answer(config, hf_config))

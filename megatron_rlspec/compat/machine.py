@@ -17,24 +17,24 @@ from pathlib import Path
 
 from megatron_rlspec.compat.installed import locate
 
-# Module -> its distribution.
+# Module -> its distribution. Without one of them, training or serving on GPUs cannot start.
 NEEDED = {
     "torch": "torch",
     "megatron.core": "megatron-core",
     "transformers": "transformers",
     "sglang": "sglang",
 }
-# Packages with code that is compiled for one torch and one CUDA. Whether it fits what is installed, only an import
-# shows. Module to import -> its package; a package that is not installed is not imported.
+# Packages with code that is compiled for one torch and one CUDA. Only an import shows whether it fits those installed.
+# Module to import -> its package; a package that is not installed is not imported.
 COMPILED = {
     "torch": "torch",
     "transformer_engine.pytorch": "transformer_engine",
     "sgl_kernel": "sgl_kernel",
 }
 MODULES = (*NEEDED, "transformer_engine")
-IMPORT_SECONDS = 300
-# Of /dev/shm, where an engine receives weights in one buffer: of 512 MiB, or of its largest tensor's size, which is an
-# embedding of up to 1.6 GB.
+IMPORT_SECONDS = 300  # for one import
+# The room that an engine on each GPU needs in /dev/shm, where it receives weights in one buffer. A buffer has 512 MiB
+# (`push/bucket.py`), or the size of the largest tensor, which is an embedding of up to 1.6 GB.
 SHARED_BYTES_PER_GPU = 2 << 30
 INSTALL_TRANSFORMER_ENGINE = (
     "pip install --no-deps --no-build-isolation -r requirements/transformer-engine.txt"
@@ -73,7 +73,7 @@ class Lack:
 
 
 def lacks(machine: Machine) -> list[Lack]:
-    """Return what the machine lacks. The driver and shared memory count only where a GPU is visible."""
+    """Return what the machine lacks; [] if nothing. The driver and shared memory count only where a GPU is visible."""
     missing = list(_missing(machine))
     if machine.gpus:
         missing += _driver_and_memory(machine)
@@ -81,9 +81,11 @@ def lacks(machine: Machine) -> list[Lack]:
 
 
 def _missing(machine: Machine) -> Iterator[Lack]:
+    """Yield the packages that are not installed or do not fit."""
     for module, distribution in NEEDED.items():
         if module not in machine.modules:
             yield Lack(f"{distribution} is not installed: see docs/install.md")
+    # A torch that does not import is in `failures`, and its CUDA version then says nothing.
     torch_loads = "torch" in machine.modules and "torch" not in machine.failures
     if torch_loads and machine.torch_cuda is None:
         yield Lack("torch is built without CUDA: install the build of requirements/gpu.txt")
@@ -98,10 +100,12 @@ def _missing(machine: Machine) -> Iterator[Lack]:
 
 
 def _driver_and_memory(machine: Machine) -> Iterator[Lack]:
+    """Yield what the driver and /dev/shm lack for the visible GPUs."""
     if machine.driver_cuda is None:
         yield Lack(
             "a GPU is visible, but the driver's libcuda.so.1 does not answer: start the container with --gpus all"
         )
+    # Only major versions are compared: a driver runs every CUDA of its major version.
     elif machine.torch_cuda and machine.driver_cuda[0] < machine.torch_cuda[0]:
         built = ".".join(map(str, machine.torch_cuda))
         runs = ".".join(map(str, machine.driver_cuda))
@@ -127,6 +131,7 @@ def gather() -> Machine:
     driver = _driver_cuda()
     failures: dict[str, str] = {}
     for module, package in COMPILED.items():
+        # With `.__init__` only a package counts, and not a file of that name.
         error = _import_error(module) if locate(f"{package}.__init__") else ""
         # While an image is built there is no driver. Then a missing libcuda.so.1 is no fault of the package.
         if error and (driver or "libcuda.so.1" not in error):
@@ -142,6 +147,7 @@ def gather() -> Machine:
 
 
 def _torch_cuda() -> tuple[int, int] | None:
+    """Read the CUDA version that torch was built for from its file version.py, without importing torch."""
     file = locate("torch.version")
     source = file.read_text(encoding="utf-8") if file else ""
     built = re.search(r"^cuda\b[^=]*= *'(\d+)\.(\d+)", source, re.M)
@@ -149,16 +155,18 @@ def _torch_cuda() -> tuple[int, int] | None:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """Ask the driver for the CUDA version that it runs. It answers without being initialised."""
+    """Ask the driver for the newest CUDA version that it runs. It answers without being initialised."""
     version = ctypes.c_int(0)
     try:
         answered = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return None
+    # 12040 is CUDA 12.4.
     return (version.value // 1000, version.value % 1000 // 10) if answered == 0 else None
 
 
 def _shared_bytes() -> int:
+    """Return the size of /dev/shm, used or not; 0 if there is none."""
     if not os.path.isdir("/dev/shm"):
         return 0
     shared = os.statvfs("/dev/shm")
@@ -166,7 +174,10 @@ def _shared_bytes() -> int:
 
 
 def _import_error(module: str) -> str:
-    """Import a module in a process that sees no GPU. Returns the last line of its error, or an empty text."""
+    """Import a module in a process that sees no GPU, so that it makes no CUDA context.
+
+    Returns the last line of its error; "" if it imports.
+    """
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:

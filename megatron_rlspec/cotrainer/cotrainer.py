@@ -51,8 +51,8 @@ from megatron_rlspec.train.drafter_step import objective_of
 from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 
 logger = logging.getLogger(__name__)
-RULE = "rule.json"  # within a checkpoint: what rollouts taught
-# options of [drafter] that act in `rlspec train` only
+RULE = "rule.json"  # within a checkpoint: the state of `Learning`, what it learnt from rollouts
+# Options of [drafter] that act in `rlspec train` only.
 OF_RLSPEC_TRAIN = (
     *("vocabulary", "share", "replay", "overlap", "fresh"),
     *("reward_weight", "update_every"),
@@ -66,8 +66,8 @@ class CoTrainer:
     of its own. Tensor, expert, context and pipeline parallelism are those of the policy.
 
     drafting  the drafter's training on this rank; its `block` is the drafter, on the last pipeline stage
-    engines   the engines that may generate, by URL, on rank 0; {} on the others
-    rule      what the engines are told about drafts, on rank 0
+    engines   the engines that may generate, by URL, on rank 0; {} on the others. `push` removes those that fail
+    rule      what the engines are told about drafts; exists on rank 0 only
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CoTrainer:
             temperature=sampling.temperature,
             clip_grad=clip_grad,
         )
-        self.drafting.thaw()
+        self.drafting.thaw()  # the caller has built and loaded the policy already
         self.engines: dict[str, RolloutEngine] = {}
         if dist.get_rank() == 0:
             self.engines = {url: SGLangEngine(url) for url in engines}
@@ -149,6 +149,9 @@ class CoTrainer:
         Every following forward pass of the model in training mode, with gradients, trains the drafter on one of them.
         Its hidden states are `[t, 1, H]`, packed as `Sequences.starts` says, or `[s, b, H]`, where sequence i of the
         micro-batch begins at position `i * s`.
+
+        Every context-parallel rank passes the same whole sequences. Pipeline stages before the last one ignore them,
+        but must call this, too.
         """
         drafting = self.drafting
         depth = drafting.settings.depth
@@ -156,6 +159,7 @@ class CoTrainer:
         for sequences in micro_batches:
             for d, count in enumerate(sequences.trained(depth)):
                 counts[d] += count
+        # Before `add`, which puts the denominators that follow from the counts into the fields.
         drafting.begin_step(counts)
         for sequences in micro_batches:
             drafting.add(sequences)
@@ -177,10 +181,13 @@ class CoTrainer:
         metrics = self.drafting.end_step()
         self._predicted = self.drafting.predicted
         if ps.get_pipeline_model_parallel_world_size() > 1:
-            told: list[Any] = [metrics, self._predicted]
+            # Only the last stage has a drafter. Rank 0, which tells the rule, may be on another stage.
+            results: list[Any] = [metrics, self._predicted]
             last = ps.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(told, src=last, group=ps.get_pipeline_model_parallel_group())
-            metrics, self._predicted = told
+            dist.broadcast_object_list(
+                results, src=last, group=ps.get_pipeline_model_parallel_group()
+            )
+            metrics, self._predicted = results
         return metrics
 
     # ---- engines ----------------------------------------------------------------------------------------------------
@@ -194,6 +201,7 @@ class CoTrainer:
         Returns `push/*` and `health/*` on rank 0, {} on the others. Raises HealthError if no engine is left.
         """
         metrics: dict[str, float] = {}
+        # All ranks gather the tensors; rank 0 alone gets a source, and sends.
         with exporting(self._export) as source:
             if source is not None:
                 metrics = self._push(version, source)
@@ -212,6 +220,8 @@ class CoTrainer:
         return {"rollout/accept_length": delivered, **metrics}
 
     def _push(self, version: int, source: Source) -> dict[str, float]:
+        """Push from rank 0, and leave out the engines that health drops."""
+        # Before the push, because the canary's floor may follow from the newest prediction.
         metrics = self.rule.learning.expect(self._predicted)
         report = self.rule.push(self._health, version, source)
         for url in report.verdict.engines("drop"):
@@ -219,6 +229,7 @@ class CoTrainer:
         return metrics | report.metrics()
 
     def _export(self, scope: Scope) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full tensors by Hugging Face names. Collective: the ranks' shards are joined."""
         block = self.drafting.block
         return shards.export(self._table, self._model, block, self._model.config, scope, live=True)
 
@@ -234,15 +245,15 @@ class CoTrainer:
             files.write(directory / RULE, json.dumps(self.rule.learning.state()))
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`, by as many ranks in the same layout. Collective. Raises CheckpointError."""
+        """Continue from `save`, with as many ranks in the same layout. Collective. Raises CheckpointError."""
         checkpoint.load(directory, self.drafting.learners, self._layout(), generators=False)
         if dist.get_rank() == 0:
-            lost = self.rule.learning.restore(json.loads((directory / RULE).read_text()))
-            if lost:
-                logger.warning("rlspec: %s", lost)
+            not_restored = self.rule.learning.restore(json.loads((directory / RULE).read_text()))
+            if not_restored:
+                logger.warning("rlspec: %s", not_restored)
 
     def _layout(self) -> dict[str, Any]:
-        """Return the settings in which a resumed run must equal the saved one."""
+        """Return the settings that a resumed run must have in common with the saved one."""
         return self.drafting.layout() | {
             "tensor": ps.get_tensor_model_parallel_world_size(),
             "pipeline": ps.get_pipeline_model_parallel_world_size(),

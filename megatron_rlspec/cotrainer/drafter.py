@@ -8,7 +8,7 @@ the detached hidden states of the same micro-batch:
     on_hidden(hidden, fields)  within that pass: loss and gradients
     end_step()                 sum gradients over ranks, clip, update
 
-It has gradient buffers and an AdamW of its own (`train.optimizer.Learner`), so the policy's bits stay.
+It has gradient buffers and an AdamW of its own (`train.optimizer.Learner`), so it does not change a bit of the policy.
 """
 
 from __future__ import annotations
@@ -56,13 +56,17 @@ class DrafterTraining:
     """The drafter of one rank of the last pipeline stage. Subclasses have the drafter's own layers.
 
     Construction comes before the model is wrapped into DDP. `thaw` follows once the policy's weights are loaded.
+    Construction replaces the model's `_postprocess`, which trains the drafter from then on.
+
+    Shapes: t positions of this context-parallel rank, tp tensor-parallel ranks, H the policy's hidden size.
 
     settings      section [drafter]
-    ready         after `thaw`
-    denominators  weights that the step trains at each depth, over all ranks: `[depth]`
-    fields        what the drafter learns from in the next forward passes, in their order
-    predicted     acceptance by the last step, over the samples of all ranks
-    embedding     that it reads, `[V / tensor, H]`; None: the model's, on this stage
+    ready         whether `thaw` was called; before, forward passes leave the drafter alone
+    denominators  `[depth]`: Σ weight of the predictions that the step trains at each depth, over all ranks
+    fields        what the drafter learns from in the next forward passes, in their order; each pass takes the first
+    predicted     acceptance predicted by the last step, over the samples of all ranks; None before the first step, and
+                  if the step's loss or gradient was not finite
+    embedding     the embedding that the drafter reads, `[V / tp, H]`; None: the model's, which is on this stage
     block         the module that is trained, after `thaw`
     learner       its gradient buffers and optimizer; None for a drafter that is not trained
     """
@@ -78,7 +82,11 @@ class DrafterTraining:
         temperature: float,
         clip_grad: float,
     ) -> None:
-        """`temperature` of the rollouts, 0: greedy; `clip_grad`: largest norm of the drafter's gradient, 0: any."""
+        """Replace the model's `_postprocess`.
+
+        temperature  of the rollouts; 0: greedy
+        clip_grad    largest norm of the drafter's gradient; 0: no limit
+        """
         self.model = model
         self.settings = settings
         self.objective = objective
@@ -90,13 +98,14 @@ class DrafterTraining:
         self.predicted: Prediction | None = None
         self._sums: list[Sums] = []  # of the step's micro-batches
         self._clip_grad = clip_grad
-        self._temperature = temperature or 1.0
+        self._temperature = temperature or 1.0  # greedy rollouts train at temperature 1
         model._postprocess = partial(self._postprocess, model._postprocess)
 
     def thaw(self) -> None:
-        """Build the drafter, and gradient buffers and optimizer of one that is trained."""
+        """Build the drafter, and its gradient buffers and optimizer if it is trained."""
         self.block = self.build()
         optimizer = OptimizerConfig(clip_grad=self._clip_grad)
+        # DDP and the optimizer take the parameters that have `requires_grad` when they are built.
         with self.trainable() if self.settings.train else nullcontext():
             self.drafter_step = DrafterStep(self.block, self.settings, optimizer, self.objective)
         self.learner = self.drafter_step.learner
@@ -108,7 +117,7 @@ class DrafterTraining:
         return {} if self.learner is None else {"drafter": self.learner}
 
     def layout(self) -> dict[str, Any]:
-        """Return in what a resumed run must equal the saved one, besides the layout of the ranks."""
+        """Return what a resumed run must have in common with the saved one, besides the layout of the ranks."""
         return {}
 
     def build(self) -> Drafter:
@@ -116,32 +125,39 @@ class DrafterTraining:
         raise NotImplementedError
 
     def inputs(self, hidden: Tensor) -> Tensor:
-        """Return what the drafter reads, `[t, n]`, detached; `hidden [t / tp, 1, H]`, the policy's, detached."""
+        """Return what the drafter reads, `[t, n]`, detached.
+
+        hidden  the policy's hidden states, `[t / tp, 1, H]` with sequence parallelism, else `[t, 1, H]`; detached
+        """
         return self.gather(hidden)[:, 0]
 
     @contextmanager
     def trainable(self) -> Iterator[None]:
-        """Let the drafter's parameters be trained inside the `with` block."""
+        """Let the drafter's parameters have gradients inside the `with` block; slime's drafter is frozen outside."""
         yield
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, counts: Sequence[float]) -> None:
-        """Start a step; `counts [depth]`: weights that this data-parallel rank trains, over its CP ranks. Collective.
+        """Start a step. Collective over the data-parallel ranks.
 
         Denominators are known before the first backward, so the split into micro-batches changes rounding only.
+
+        counts  `[depth]`: Σ weight of the predictions in this data-parallel rank's whole sequences, equal on all its
+                context-parallel ranks
         """
         device = next(self.model.parameters()).device
         total = torch.tensor(counts, dtype=torch.float64, device=device)
+        # Without the context-parallel ranks: each of them has the counts of whole sequences.
         dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=False))
-        self.denominators = [n or 1.0 for n in total.tolist()]
+        self.denominators = [n or 1.0 for n in total.tolist()]  # 1 if nothing is trained: the sum is then 0
         self.fields.clear()
         self._sums = []
         self.predicted = None
         self.drafter_step.begin()
 
     def add(self, sequences: Sequences) -> None:
-        """Take the sequences of a forward pass, after those of all passes before it in the step."""
+        """Take the sequences of the step's next forward pass. Call it in the order of the passes."""
         fields = drafter_fields(
             sequences,
             self.settings.depth,
@@ -159,6 +175,7 @@ class DrafterTraining:
         hidden  the policy's hidden states after its final norm, `[t / tp, 1, H]`
         given   further arguments of Megatron's layers, for drafters that run them unchanged
         """
+        # No gradient of the drafter may reach the policy, neither here nor through the head or the embedding.
         hidden = hidden.detach()
         step = self.drafter_step
         head = OutputLayer(head_weight(self.model).detach(), self._temperature)
@@ -167,11 +184,16 @@ class DrafterTraining:
             outputs = self.unroll(hidden, fields, given or {})
             predicts = bool(self.objective.predicted_steps)
             student = step.student(outputs, fields, head, predict=predicts)
+            # With cross-entropy there is no teacher. Else its logits are computed from the policy's hidden states.
             teacher = None if self.settings.loss == "ce" else self.gather(hidden)[:, 0]
             self._sums.append(step.learn(student, fields, teacher))
 
     def end_step(self) -> dict[str, float]:
-        """Reduce, clip and update; return means over the step's trained predictions, per depth."""
+        """Reduce, clip and update; return means over the step's trained predictions, per depth.
+
+        Collective over the stage's ranks: either all of them had micro-batches in the step, or none. Names are those of
+        `train/objectives.means` with `_` in place of `/`.
+        """
         metrics: dict[str, float] = {}
         updated = True
         if self.learner is not None:
@@ -183,6 +205,7 @@ class DrafterTraining:
         if not self._sums:
             return metrics
         steps = self.objective.predicted_steps
+        # Before the sum over ranks, because it turns rows of positions into sums.
         follow_rounds(self._sums, steps)
         totals = sum_over_replicas(self._sums)
         predicted = prediction_of(totals, steps)
@@ -198,7 +221,7 @@ class DrafterTraining:
     def unroll(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any]
     ) -> list[Tensor]:
-        """Return the input of the output layer at depths 1..D, `[t, H]` each; arguments as `on_hidden`."""
+        """Return the input of the output layer at depths 1..D, `[t, H]` each; arguments as of `on_hidden`."""
         groups = self.block.config.num_query_groups // ps.get_tensor_model_parallel_world_size()
         packed = packed_sequences(
             fields.cu_seqlens_padded.cpu(),
@@ -215,13 +238,17 @@ class DrafterTraining:
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows of all tensor-parallel ranks, if sequence parallelism splits them."""
+        """Return the rows of all tensor-parallel ranks, `[t, ...]`, if sequence parallelism splits them. Collective."""
         if not self.model.config.sequence_parallel:
             return x
+        # Every rank computes the same from the gathered rows. So a backward splits the gradient instead of summing it.
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP."""
+        """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP.
+
+        Passes in evaluation mode or without gradients, such as those for old log-probs, take no fields.
+        """
         if self.ready and self.fields and self.model.training and torch.is_grad_enabled():
             self.on_hidden(hidden_states, self.fields.popleft(), kwargs)
         kwargs["mtp_in_postprocess"] = False
@@ -234,8 +261,8 @@ class DrafterBeside(DrafterTraining):
     Every pipeline stage has one. Only that of the last stage has parameters, and trains them. The others send it what
     it reads: the first one the embedding, and each the inputs of its layers that an EAGLE-3 drafter reads.
 
-    hf_config   of the policy, with the EAGLE-3 drafter's under `DRAFTER`
-    table       names of the tensors of both
+    hf_config   config.json of the policy, with that of the EAGLE-3 drafter under the key `DRAFTER`
+    table       names of the tensors of both, in Megatron and in the checkpoint
     vocabulary  token ids that an EAGLE-3 drafter drafts from, `[S]`; None for an MTP layer
     """
 
@@ -250,7 +277,12 @@ class DrafterBeside(DrafterTraining):
         temperature: float,
         clip_grad: float,
     ) -> None:
-        """`tensors` hold at least those that the drafter begins with. Raises ConfigError for such stages."""
+        """Build on every stage.
+
+        tensors  full tensors by Hugging Face names: at least the drafter's own, with which it begins
+
+        Raises ConfigError for pipeline stages on which no drafter can be trained.
+        """
         _check_stages(model, DRAFTER in hf_config)
         self.hf_config = hf_config
         self.table = shards.family(hf_config)
@@ -264,6 +296,7 @@ class DrafterBeside(DrafterTraining):
 
     def thaw(self) -> None:
         if not self.model.post_process:
+            # a module without parameters, for `CoTrainer._export`
             self.block = nn.Module()  # type: ignore[assignment]
             self.ready = True
             return
@@ -277,6 +310,7 @@ class DrafterBeside(DrafterTraining):
         return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
 
     def begin_step(self, counts: Sequence[float]) -> None:
+        # Collective over the first and last stage, in every step: the policy has changed its embedding.
         self.embedding = embedding_for_drafter(self.model, self.embedding)
         if self.model.post_process:
             super().begin_step(counts)
@@ -289,8 +323,9 @@ class DrafterBeside(DrafterTraining):
         return super().end_step() if self.model.post_process else {}
 
     def build(self) -> Drafter:
+        # Megatron's DDP then sums gradients over ranks. Its mean would be wrong, since losses have global denominators.
         config = replace(self.model.config, calculate_per_token_loss=True)
-        block = build_drafter(config, self.hf_config, seed=1)  # `load` follows
+        block = build_drafter(config, self.hf_config, seed=1)  # any seed: `load` follows
         if self.vocabulary is None:  # as train.model.DecoderConfig has it
             block.config.rotary_percent = self.model.rotary_percent
         return block.to(next(self.model.parameters()).device)
@@ -298,7 +333,7 @@ class DrafterBeside(DrafterTraining):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the drafter's weights from full tensors under Hugging Face names. Raises CheckpointError."""
         shards.load(self.table, [self.block], self.model.config, tensors)
-        if self.learner is not None:
+        if self.learner is not None:  # its float32 copies of the parameters
             self.learner.optimizer.reload_model_params()
 
     def on_hidden(
@@ -312,9 +347,10 @@ class DrafterBeside(DrafterTraining):
                     f"hidden states of {batch} padded rows: an EAGLE-3 drafter and sequence parallelism expect one "
                     "packed row"
                 )
+            # to one row after the other, as `Sequences.starts` counts positions
             hidden = hidden.transpose(0, 1).reshape(rows * batch, 1, width)
         positions = rows * batch
-        if self.model.config.sequence_parallel:
+        if self.model.config.sequence_parallel:  # each rank has 1 / tp of them
             positions *= ps.get_tensor_model_parallel_world_size()
         expected = len(fields.position_ids)
         if positions != expected:

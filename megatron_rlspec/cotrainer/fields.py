@@ -23,10 +23,11 @@ class Sequences:
     """The whole sequences of one micro-batch, in the order in which it holds them.
 
     tokens   `[L]` int64 of each sequence, all on the model's device
-    masks    `[L]` of each sequence: 1 where the token itself is trained
-    starts   `[n + 1]` int: where sequences begin in the micro-batch, before a split for context parallelism. A sequence
-             ends with its padding, and the last one may be padding only
-    seeds    of the sequences' noise, where engines couple drafts to it; empty: not known
+    masks    `[L]` of each sequence: 1 where the token itself is trained, else 0
+    starts   `[n + 1]` int: where sequences begin in the micro-batch, before a split for context parallelism, and the
+             end of the last one. A sequence ends with its padding. n is the number of sequences, or one more: the
+             micro-batch then ends with padding that belongs to no sequence
+    seeds    int, of each sequence's noise, where engines couple drafts to it; empty: not known
     """
 
     tokens: Sequence[Tensor]
@@ -35,9 +36,10 @@ class Sequences:
     seeds: Sequence[int] = ()
 
     def trained(self, depth: int) -> list[float]:
-        """Count the predictions that each depth trains: `[depth]`."""
+        """Count the predictions that each depth trains, over the whole sequences: `[depth]`."""
         sums = [0.0] * depth
         for mask in self.masks:
+            # only the masks of the result are read, so any tokens will do
             tokens = torch.zeros(len(mask), dtype=torch.int64)
             _, _, masks = drafter_targets(tokens, mask.cpu(), torch.tensor([0, len(mask)]), depth)
             for d in range(depth):
@@ -49,8 +51,8 @@ class Sequences:
 class DrafterFields(DrafterTargets):
     """This rank's share of one micro-batch: what the drafter reads, beside its targets.
 
-    tokens        `[t]` for each depth, as `PackedBatch.drafter_tokens`
-    position_ids  `[t]`
+    tokens        `[t]` int64 for each depth d: token t + d, as `PackedBatch.drafter_tokens`
+    position_ids  `[t]` int64, from 0 in each sequence
     """
 
     tokens: list[Tensor]
@@ -65,12 +67,16 @@ def drafter_fields(
     cp_rank: int = 0,
     cp_size: int = 1,
 ) -> DrafterFields:
-    """Build the fields of a micro-batch; `counts` of the step, as `DrafterTargets.counts`."""
+    """Build this context-parallel rank's fields of a micro-batch. Every rank has the same `sequences`.
+
+    counts  of the step, as `DrafterTargets.counts`
+    """
     device = sequences.tokens[0].device
     boundaries = sequences.starts.cpu()
     total = int(boundaries[-1])
     tokens = torch.zeros(total, dtype=torch.int64, device=device)
     mask = torch.zeros(total, dtype=torch.float32, device=device)
+    # -1: padding, at which no acceptance is predicted
     seeds = torch.full((total,), -1, dtype=torch.int64)
     for i, sequence in enumerate(sequences.tokens):
         start = int(boundaries[i])
@@ -90,7 +96,8 @@ def drafter_fields(
     inputs, labels, masks = drafter_targets(tokens, mask, boundaries.to(device), depth)
     noise: dict[str, Tensor] = {}
     if sequences.seeds:
-        # Acceptance is predicted at a part of many positions: a seed costs a hash for each token of the vocabulary.
+        # In a large step, acceptance is predicted at some positions only, because each one costs a hash for every token
+        # of the vocabulary.
         step_tokens = counts[0] if counts else 0.0
         noise["seeds"] = share(seeds.masked_fill(~predicted_positions(total, step_tokens), -1))
         noise["positions"] = positions

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 # Asks every engine and returns the answers by name, without those of engines that failed.
 Everywhere = Callable[[Callable[[RolloutEngine], Any]], dict[str, Any]]
-Rounds = list[tuple[str, list[RoundStats]]]  # by the engine's name
-Reports = list[dict[str, Any]]  # of engines' rules
+Rounds = list[tuple[str, list[RoundStats]]]  # (engine's name, its rounds)
+Reports = list[dict[str, Any]]  # `SpecRule.report` of each engine
 
-ROLLOUTS = 10  # whose accepted drafts a rollout is compared with
-LEAST_ROUNDS = 100  # of a rollout, which show how many drafts it accepts
+ROLLOUTS = 10  # earlier rollouts that a rollout's accepted drafts are compared with
+LEAST_ROUNDS = 100  # rounds of a rollout, counted for each request; with fewer, its accepted drafts are not compared
 
 
 def answers(
@@ -37,11 +37,12 @@ def answers(
 
 
 class DraftRule:
-    """Tells engines how to draft, and learns from their rounds. A run has one.
+    """Tells engines how to draft, and learns from their rounds. A run has one, on rank 0.
 
     learning  follows acceptance and costs
     fixed     the configuration of engines that do not choose; None: they choose by the rule of `learning`
-    fell      whether the newest rollout accepted first drafts at most half as often as those before
+    fell      whether the newest rollout accepted first drafts at most half as often as those before; the next push
+              then runs a canary even if none is due
     """
 
     def __init__(self, learning: Learning, fixed: SpecConfig | None = None) -> None:
@@ -59,15 +60,15 @@ class DraftRule:
             engine.set_config(self.fixed, self.learning.sharpness)
 
     def gather(self, everywhere: Everywhere) -> tuple[Rounds, Reports]:
-        """Return each engine's rounds since the last call, and the reports of their rules."""
+        """Return each engine's rounds since the last call, and the reports of their rules. Engines forget both."""
         answered = everywhere(lambda engine: (engine.stats(), engine.spec_rule_report()))
         rounds = [(name, stats) for name, (stats, _) in answered.items()]
         return rounds, [report for _, report in answered.values()]
 
     def observe(self, rounds: Rounds, reports: Reports, delivered: float) -> dict[str, float]:
-        """Learn from the rounds of a rollout, as ratios of sums over all engines. Returns metrics.
+        """Learn from the rounds of a rollout, all engines together. Returns `spec/*` and `predict/*` metrics.
 
-        delivered  tokens that a round delivered to a sample, on average; NaN: not known
+        delivered  tokens that a verify round delivered to a sample, on average; NaN: not known
         """
         of_all = [stats for _, of_engine in rounds for stats in of_engine]
         self._compare(of_all)
@@ -76,19 +77,22 @@ class DraftRule:
     def push(
         self, health: Health, version: int, source: Source, scope: Scope = "all"
     ) -> HealthReport:
-        """Push to the engines of `health`; the floor of their canaries follows from what this rule expects."""
+        """Push to the engines of `health`. A canary's acceptance must reach a floor below what this rule expects."""
         chain = SpecConfig(health.settings.canary_steps)
         expected = self.learning.accept_length(chain)
         return health.push(version, source, scope, expected, suspicious=self.fell)
 
     def _compare(self, rounds: Sequence[RoundStats]) -> None:
-        """Set `fell` by the rounds of a rollout. First drafts are compared, since the number of drafts may change."""
+        """Set `fell` by the rounds of a rollout.
+
+        First drafts are compared, because every round with drafts has one, however many drafts the rule chooses.
+        """
         counts = pooled(stats.accepted for stats in rounds if stats.config.num_steps)
         total = int(sum(counts))
         self.fell = False
         if total < LEAST_ROUNDS:
             return
-        share = 1 - float(counts[0]) / total
+        share = 1 - float(counts[0]) / total  # of rounds with at least one accepted draft
         if self._accepted:
             self.fell = share <= 0.5 * median(self._accepted)
         self._accepted.append(share)

@@ -7,15 +7,16 @@ from importlib.util import find_spec
 
 from megatron_rlspec.config import ConfigError
 
-# CUDA and NCCL read these once, at their first call. A value that is set already stays.
+# Variables of train ranks. CUDA and NCCL read them once, at their first call. A value that is set already stays.
 RANKS = {
     # Kernels then start in the order of their calls. Megatron's tensor and context parallelism rely on it, and its
-    # argument check (megatron/training/arguments.py, validate_args) ends a job below Blackwell without it.
+    # argument check (megatron/training/arguments.py, validate_args) ends a job without it on GPUs before Blackwell.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # SGLang's engines have 0 (entrypoints/engine.py, _set_envs_and_config) unless it is set there, and the members of a
     # group that weights travel through must have the same.
     "NCCL_CUMEM_ENABLE": "0",
 }
+# The variable that ranks and engines must agree on. An engine reports its value in `describe`, as `nccl_cumem_enable`.
 SHARED = "NCCL_CUMEM_ENABLE"
 
 
@@ -34,16 +35,21 @@ def prepare(environment: MutableMapping[str, str]) -> None:
 def _cudnn_of_torch() -> str:
     """Return the directory of the cuDNN that torch's wheel brings; "" if it brings none.
 
-    Transformer Engine prefers a cuDNN beside the CUDA toolkit, and its attention ends with
-    CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED if that is another one than torch has loaded.
+    Transformer Engine prefers a cuDNN beside the CUDA toolkit. If torch has loaded another one, Transformer Engine's
+    attention ends with CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED.
     """
+    # The parent first: to find a submodule of a missing package raises an error.
     package = find_spec("nvidia") and find_spec("nvidia.cudnn")
     places = list(package.submodule_search_locations or ()) if package else []
     return places[0] if places else ""
 
 
 def disagreement(engine: str, environment: Mapping[str, str]) -> str:
-    """Return why NCCL cannot join this rank and an engine whose variable SHARED is `engine`; "" if it can."""
+    """Return why NCCL cannot join this rank and an engine; "" if it can.
+
+    engine       the engine's value of the variable SHARED; "": not known
+    environment  of this rank
+    """
     ours = of_ranks(environment)[SHARED]
     if engine in ("", ours):
         return ""
@@ -51,7 +57,10 @@ def disagreement(engine: str, environment: Mapping[str, str]) -> str:
 
 
 def ranks_started(environment: Mapping[str, str]) -> int:
-    """Return how many ranks the launcher started; 0 if no launcher did. Raises ConfigError."""
+    """Return how many ranks the launcher started; 0 if no launcher did.
+
+    Raises ConfigError if the launcher's variables are incomplete or not numbers in their range.
+    """
     size = environment.get("WORLD_SIZE", "")
     if "RANK" not in environment:
         if size not in ("", "0", "1"):
@@ -64,6 +73,7 @@ def ranks_started(environment: Mapping[str, str]) -> int:
             raise ConfigError(
                 f"environment variable RANK is set, but {name} is not; start the run by torchrun"
             )
+    # each is a number below its limit
     limits = {"WORLD_SIZE": "1000000", "RANK": size, "LOCAL_RANK": size, "MASTER_PORT": "65536"}
     for name, limit in limits.items():
         text = environment.get(name, "0")

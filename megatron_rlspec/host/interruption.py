@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# A second Ctrl-C later than this after the first one ends the process at once, without a checkpoint. An earlier one is
-# an echo of the first.
+# A second Ctrl-C later than this after the first one ends the process at once, without a checkpoint. An earlier one
+# is a repeated delivery of the first: the terminal and torchrun may both send it.
 FORCE_SECONDS = 1.0
 # Once torchrun is gone, a rank has this time to write its checkpoint and to end by itself. Then it is ended.
 LAUNCHER_GONE_SECONDS = 120.0
@@ -33,25 +33,25 @@ class Interrupted(BaseException):
 class Interruption:
     """Records why this process is to end: after `install`, because of a signal or of torchrun's death.
 
-    reason     one line; "" until there is one
-    exit_code  of the process, once there is a reason
-    asked      set once there is a reason, for threads that wait
+    reason         one line; "" until there is one
+    exit_code      of the process, once there is a reason
+    end_requested  set once there is a reason, for threads that wait
     """
 
     def __init__(self, note: str = " before the first step") -> None:
-        """`note` follows the reason in the message of Interrupted."""
+        """Handle nothing yet; `install` does. `note` follows the reason in the message of Interrupted."""
         self.reason = ""
         self._note = note
         self.exit_code = 1
-        self.asked = threading.Event()
-        self._deferred = False
-        self._since = 0.0
+        self.end_requested = threading.Event()
+        self._deferred = False  # whether `defer` was called
+        self._since = 0.0  # time.monotonic() of the first request to end
 
     def install(self) -> Interruption:
         """Handle SIGINT, SIGTERM and SIGHUP from now on, and watch torchrun. For the main thread of a program."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # else nohup started this process
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored, and that stays
             signal.signal(signal.SIGHUP, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent
             threading.Thread(
@@ -61,42 +61,47 @@ class Interruption:
 
     def defer(self) -> None:
         """Record signals from now on instead of raising Interrupted. Raises Interrupted if a signal came before."""
-        self._raise_if_asked()
+        self._raise_if_requested()
         self._deferred = True
 
     @contextmanager
-    def translating(self) -> Iterator[None]:
-        """Turn any error inside into Interrupted if a signal caused it: C++ libraries raise errors of their own."""
+    def errors_as_interrupted(self) -> Iterator[None]:
+        """Turn an error inside the `with` block into Interrupted if the run was to end by then and is not deferred.
+
+        C++ libraries raise errors of their own when a signal interrupts them.
+        """
         try:
             yield
         except Exception:
-            self._raise_if_asked()
+            self._raise_if_requested()
             raise
 
-    def ask(self, reason: str, exit_code: int) -> None:
+    def request_end(self, reason: str, exit_code: int) -> None:
         """Record that the run is to end. The first reason counts."""
-        if not self.asked.is_set():
+        if not self.end_requested.is_set():
             self.reason = reason
             self.exit_code = exit_code
             self._since = time.monotonic()
-            self.asked.set()
+            self.end_requested.set()  # last: whoever sees it set reads the others
 
-    def _raise_if_asked(self) -> None:
-        if self.asked.is_set() and not self._deferred:
+    def _raise_if_requested(self) -> None:
+        """Raise Interrupted if the run is to end and has not begun its first step. Main thread only."""
+        if self.end_requested.is_set() and not self._deferred:
             raise Interrupted(f"{self.reason}{self._note}", self.exit_code) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.asked.is_set() and time.monotonic() - self._since > FORCE_SECONDS
+        """Handle a signal. Python calls it in the main thread. The exit code is a shell's, 128 + signal number."""
+        again = self.end_requested.is_set() and time.monotonic() - self._since > FORCE_SECONDS
         if again and number == signal.SIGINT:
             os._exit(128 + number)
-        self.ask(f"interrupted by {signal.Signals(number).name}", 128 + number)
-        self._raise_if_asked()
+        self.request_end(f"interrupted by {signal.Signals(number).name}", 128 + number)
+        self._raise_if_requested()
 
     def _watch(self, launcher: int) -> None:
         """Ask the run to end when torchrun has ended. Without it nothing would end this rank after another one died."""
         while os.getppid() == launcher:
             time.sleep(0.5)
-        self.ask("torchrun ended", 1)
+        self.request_end("torchrun ended", 1)
         # This thread cannot raise Interrupted in the main one. Before `defer` there is no checkpoint to wait for.
         if self._deferred:
             time.sleep(LAUNCHER_GONE_SECONDS)

@@ -22,32 +22,40 @@ PATIENCE = timedelta(hours=12)
 
 
 class Ranks:
-    """All ranks of the job, in a gloo group of their own. Creating it, and every collective, is a call of all ranks."""
+    """All ranks of the job, in a gloo group of their own. Tensors are on the CPU.
+
+    All ranks must create it, and call `tell`, `wait` and `share`, in the same order. `send`, `receive` and `expect` are
+    between two ranks. One thread of a rank uses it.
+    """
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
+        # Sends that may not have ended. The tensors must not be freed before.
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def tell(self, message: Any = None) -> Any:
-        """Return rank 0's message on every rank."""
+        """Return rank 0's message on every rank. The argument of the others is ignored. Collective."""
         told = [message]
         dist.broadcast_object_list(told, src=0, group=self.group)
         return told[0]
 
     def wait(self) -> None:
-        """Return when every rank has called this."""
+        """Return when every rank has called this. Collective."""
         dist.barrier(group=self.group)
 
     def share(self, message: Any) -> list[Any]:
-        """Return the messages of all ranks, on every rank."""
+        """Return the messages of all ranks in rank order, on every rank. Collective."""
         shared = [None] * self.size
         dist.all_gather_object(shared, message, group=self.group)
         return shared
 
     def send(self, target: int, message: Any) -> None:
-        """Start to send a message, and return. Messages to one rank arrive in order."""
+        """Start to send a message, and return. Messages to one rank arrive in order. `flush` frees their memory.
+
+        A message is two tensors: its size in bytes, [1] int64, and its bytes. `expect` receives them.
+        """
         data = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         for part in (torch.tensor([len(data)]), data):
             work = dist.isend(part, target, group=self.group)
@@ -68,7 +76,7 @@ class Ranks:
         return Pending(work, data)
 
     def flush(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until every message of `send` has left."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -78,16 +86,20 @@ _of_jobs: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def job() -> Ranks:
-    """Return all ranks of the job, for their main threads. The first call is one of all ranks."""
+    """Return all ranks of the job, for the main thread of each. All ranks must make the first call together."""
     world = dist.group.WORLD
     assert world is not None, "this process has joined no job"
+    # A process can leave a job and join another one: each has its own group.
     if world not in _of_jobs:
         _of_jobs[world] = Ranks()
     return _of_jobs[world]
 
 
 class Pending:
-    """A message that arrives while other work goes on."""
+    """A message that arrives while other work goes on, by `Ranks.expect`.
+
+    bytes  its size
+    """
 
     def __init__(self, work: dist.Work, data: torch.Tensor) -> None:
         self.bytes = len(data)
@@ -95,5 +107,6 @@ class Pending:
         self._data = data
 
     def wait(self) -> Any:
+        """Return the message, once it has arrived."""
         self._work.wait()
         return pickle.loads(self._data.numpy().data)

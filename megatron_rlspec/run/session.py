@@ -143,7 +143,7 @@ class Session:
                 starting,
                 engines,
                 self.records.recorder,
-                self.interruption.asked,
+                self.interruption.end_requested,
             )
             closing.callback(self.rollouts.close)
             self.rollouts.start(state, drawn)
