@@ -117,7 +117,7 @@ class CoTrainer:
             temperature=sampling.temperature,
             clip_grad=clip_grad,
         )
-        self.drafting.thaw()  # the caller has built and loaded the policy already
+        self.drafting.thaw()  # the policy is built already
         self.engines: dict[str, RolloutEngine] = {}
         if dist.get_rank() == 0:
             self.engines = {url: SGLangEngine(url) for url in engines}

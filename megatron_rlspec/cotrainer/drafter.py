@@ -150,7 +150,8 @@ class DrafterTraining:
         total = torch.tensor(counts, dtype=torch.float64, device=device)
         # Without the context-parallel ranks: each of them has the counts of whole sequences.
         dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=False))
-        self.denominators = [n or 1.0 for n in total.tolist()]  # 1 if nothing is trained: the sum is then 0
+        # 1 if nothing is trained: the sum is then 0
+        self.denominators = [n or 1.0 for n in total.tolist()]
         self.fields.clear()
         self._sums = []
         self.predicted = None

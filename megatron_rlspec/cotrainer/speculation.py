@@ -23,7 +23,8 @@ Rounds = list[tuple[str, list[RoundStats]]]  # (engine's name, its rounds)
 Reports = list[dict[str, Any]]  # `SpecRule.report` of each engine
 
 ROLLOUTS = 10  # earlier rollouts that a rollout's accepted drafts are compared with
-LEAST_ROUNDS = 100  # rounds of a rollout, counted for each request; with fewer, its accepted drafts are not compared
+# rounds of a rollout, counted for each request; with fewer, its accepted drafts are not compared
+LEAST_ROUNDS = 100
 
 
 def answers(

@@ -51,7 +51,8 @@ class Interruption:
         """Handle SIGINT, SIGTERM and SIGHUP from now on, and watch torchrun. For the main thread of a program."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored, and that stays
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            # nohup has it ignored, and that stays
             signal.signal(signal.SIGHUP, self._handle)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent
             threading.Thread(

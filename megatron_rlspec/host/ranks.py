@@ -25,7 +25,7 @@ class Ranks:
     """All ranks of the job, in a gloo group of their own. Tensors are on the CPU.
 
     All ranks must create it, and call `tell`, `wait` and `share`, in the same order. `send`, `receive` and `expect` are
-    between two ranks. One thread of a rank uses it.
+    between two ranks. Only one thread of a rank may use it at a time.
     """
 
     def __init__(self) -> None:

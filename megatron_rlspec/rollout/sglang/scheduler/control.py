@@ -170,7 +170,8 @@ def _kernels(settings: Settings, runner: Any) -> str:
     device = next(runner.model.parameters()).device
     if settings.verifier != "position_keyed" and device.type != "cpu":
         return "sglang"
-    ours = chosen.sampling(torch.empty(0, device=device))  # an empty tensor: only its device and type count
+    # an empty tensor: only its device and type count
+    ours = chosen.sampling(torch.empty(0, device=device))
     return "triton" if ours else "torch"
 
 
@@ -206,7 +207,8 @@ def _release(scheduler: Any) -> None:
 
 def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
     decider = decisions.decider
-    rule = decider.rule if decider.fixed is None else None  # a fixed choice leaves an older rule behind
+    # a fixed choice leaves an older rule behind
+    rule = decider.rule if decider.fixed is None else None
     return {"report": {} if rule is None else rule.report()}
 
 

@@ -63,7 +63,8 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         self._caught_up = 0.0  # seconds that catching up took
         self._context = 0  # tokens of all its requests
         self._plain = False  # whether no request of the round needs the verify path
-        self._decided = False  # whether `_round` decided it, so `activate_step_by_batch` must not decide again
+        # whether `_round` decided it, so `activate_step_by_batch` must not decide again
+        self._decided = False
         self._forward = worker.forward_batch_generation
         worker.forward_batch_generation = self._round
         self._extend = worker.draft_worker._draft_extend_for_decode
@@ -150,7 +151,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         """
         self._batch = batch
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
-            if self.gap.open:  # SGLang's prefill lets the drafter read the whole prompt
+            if self.gap.open:  # In SGLang's prefill the drafter reads all tokens of these requests.
                 self.gap.forget(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
         self._decide(len(batch.reqs))

@@ -94,8 +94,10 @@ class CoupledDrafts:
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
-        self._buffers: _Rows | None = None  # at fixed addresses, with a row for each possible request
-        self._loop: _Rows | None = None  # the rows of the loop over further drafts while it runs, else None
+        # at fixed addresses, with a row for each possible request
+        self._buffers: _Rows | None = None
+        # the rows of the loop over further drafts while it runs, else None
+        self._loop: _Rows | None = None
         self._step = 0  # passes of that loop so far
         # log q [rows, MOST_DRAFTS - 1] of the drafts behind the first one, at a fixed address
         self._logq = torch.empty(0)
@@ -211,7 +213,8 @@ class CoupledDrafts:
 
         keys  [B] int64: the positions at which the target samples the same tokens, which key the noise
         """
-        token_ids = self.drafter.hot_token_id  # [S] token ids of the columns; None: column i is token i
+        # [S] token ids of the columns; None: column i is token i
+        token_ids = self.drafter.hot_token_id
         filtering = rows.info is not None and limited(rows.info)
         kernel = None if filtering else chosen.sampling(logits)
         if kernel is not None:

@@ -80,7 +80,8 @@ class Decider:
         self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
         self.rule: SpecRule | None = None  # the last one; its timings stay
         self.stock: Any = None  # SGLang's own rule, while it decides
-        self._stock: Any = None  # the same rule at all times: it keeps what it learnt until it decides again
+        # the same rule at all times: it keeps what it learnt until it decides again
+        self._stock: Any = None
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 1  # tensor-parallel size
         # rounds that the rule has not learnt yet; `shared_times.py` broadcasts the first rank's and clears them

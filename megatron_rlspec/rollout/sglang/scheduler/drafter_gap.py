@@ -79,7 +79,8 @@ class DrafterGap:
         # request id -> the number by which the stash knows it
         self._number: defaultdict[str, int] = defaultdict(count().__next__)
         self._running: list[str] = []  # ids of the newest round's requests
-        self._numbers = np.empty(0, np.int64)  # their numbers; one array for all rounds of the same requests
+        # their numbers; one array for all rounds of the same requests
+        self._numbers = np.empty(0, np.int64)
         self._stash.clear()
 
     @property
@@ -202,7 +203,9 @@ class DrafterGap:
         ]
         # of each request with rows: its index in the batch, its number of rows, and the end of its rows in `tokens`
         requests = np.array([i for i, _ in missing])
-        counts = np.array([sum(len(rows.clocks) for rows in of_request) for _, of_request in missing])
+        counts = np.array(
+            [sum(len(rows.clocks) for rows in of_request) for _, of_request in missing]
+        )
         ends = np.cumsum(counts)
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
         # A request's last missed row is its position length - 1. So row j of `tokens` is its position j + shift.

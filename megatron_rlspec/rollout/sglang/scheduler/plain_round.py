@@ -57,13 +57,14 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
     from sglang.srt.speculative.eagle_info import EagleDraftInput
 
-    tokens = batch.spec_info.bonus_tokens  # each request's newest token, which is not in the KV cache yet
+    # each request's newest token, which is not in the KV cache yet
+    tokens = batch.spec_info.bonus_tokens
     part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
     vars(part).update(vars(batch))
     part.forward_mode = ForwardMode.DECODE
     part.spec_info = None
     part.input_ids = tokens.to(torch.int64)
-    # The verify path has reserved slots behind each sequence; the first one is for this token.
+    # SGLang has reserved slots behind each sequence; the first one is for this token.
     part.out_cache_loc = worker.req_to_token_pool.req_to_token[
         batch.req_pool_indices, batch.seq_lens
     ].to(torch.int64)

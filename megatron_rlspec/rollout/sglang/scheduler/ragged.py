@@ -118,7 +118,8 @@ class RaggedRound:
         self.drafts: int | None = None
         self.chosen: Chosen | None = None
         self._exploring = 0  # `Selection.exploring()`
-        self._table: np.ndarray | None = None  # the `Selection.table` that `_chances` was copied from
+        # the `Selection.table` that `_chances` was copied from
+        self._table: np.ndarray | None = None
         self._chances: torch.Tensor = torch.empty(0)  # the same on the device: [CELLS] float32
 
     def even(self) -> None:
@@ -181,7 +182,8 @@ class RaggedRound:
         ahead = (
             torch.arange(0, batch * width, width, device=logq.device) - widths.cumsum(0) + widths
         )
-        chosen = batch + self.drafts  # known on the host, so `repeat_interleave` does not wait for the device
+        # known on the host, so `repeat_interleave` does not wait for the device
+        chosen = batch + self.drafts
         nodes = ahead.repeat_interleave(widths, output_size=chosen)
         nodes = nodes + torch.arange(chosen, device=logq.device)
         self.chosen = Chosen(logq, lengths, nodes // width, nodes)
@@ -191,7 +193,9 @@ class RaggedRound:
         ragged = self.runner is not None and not unsupported(self.runner)
         return ragged or original(algorithm)
 
-    def prepare(self, original: Callable, verify_input: Any, pool: Any, batch: Any, worker: Any) -> Any:
+    def prepare(
+        self, original: Callable, verify_input: Any, pool: Any, batch: Any, worker: Any
+    ) -> Any:
         """Wrap SGLang's preparation of the target's pass, so that it runs on the chosen nodes.
 
         verify_input  SGLang's `EagleVerifyInput`; it has its even rows again when this returns
@@ -212,7 +216,8 @@ class RaggedRound:
         padding = (0, tokens - len(packed))
         even_fields = {name: getattr(verify_input, name) for name in _PACKED}
         slots = verify_input.prepared_out_cache_loc
-        if slots is None:  # the KV cache slots [B * (k + 1)] of all nodes, as SGLang would assign them
+        if slots is None:
+            # the KV cache slots [B * (k + 1)] of all nodes, as SGLang would assign them
             places = batch.seq_lens[:, None] + torch.arange(
                 verify_input.draft_token_num, device=batch.seq_lens.device
             )

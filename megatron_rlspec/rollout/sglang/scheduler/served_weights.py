@@ -301,7 +301,8 @@ def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[Ten
         first = module.shard_indices.org_vocab_start_index
         end = module.shard_indices.org_vocab_end_index
         yield _rows(f"{prefix}.{leaf}", data[: end - first], module.org_vocab_size, first)
-    elif hasattr(module, "input_is_parallel") and leaf == "weight":  # split over its inputs, the columns
+    elif hasattr(module, "input_is_parallel") and leaf == "weight":
+        # split over its inputs, the columns
         shape = (len(data), module.input_size)
         yield TensorPart(f"{prefix}.{leaf}", data, shape, 1, module.input_size_per_partition * rank)
     elif hasattr(module, "output_size_per_partition"):

@@ -113,7 +113,8 @@ class Stash:
     """
 
     def __init__(self) -> None:
-        self._chunks: list[Future[dict[int, Rows]]] = []  # in the order of time; rows by request number
+        # in the order of time; rows by request number
+        self._chunks: list[Future[dict[int, Rows]]] = []
         # One thread, which starts at the first use.
         self._thread = ThreadPoolExecutor(1, "rlspec-stash")
         self._stream: torch.cuda.Stream | None = None  # of the copies to the host

@@ -126,7 +126,8 @@ def sample_plain(
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     kernel = chosen.sampling(logits_output.next_token_logits)
-    needs_all = (  # whether the round needs the probabilities of all tokens, which the kernel does not give
+    # whether the round needs what SGLang computes from the probabilities of all tokens
+    needs_all = (
         kwargs.get("logprob_logits") is not None
         or getattr(info, "sampling_mask_batch_indices", None) is not None  # of SGLang 0.5.23
         or layer.rl_on_policy_target is not None
@@ -200,7 +201,8 @@ class _SampledVerification:
     """
 
     def __init__(self) -> None:
-        self._pass: VerifyPass | None = None  # between the start and the end of `sample`; None: SGLang's own tokens
+        # between the start and the end of `sample`; None: SGLang's own tokens
+        self._pass: VerifyPass | None = None
 
     def sample(
         self,

@@ -107,7 +107,7 @@ class Sglang0523:
 
         selector     "all", "target" or "draft": the models that load it
         payloads     one for each tensor-parallel rank
-        load_format  None: a payload is a list of named tensors or a message of `bucket_memory.py`
+        load_format  "flattened_bucket": SGLang's bucket of the tensors' bytes; None: a message of `bucket_memory.py`
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -194,7 +194,8 @@ class Sglang0515(Sglang0523):
     cpu_environment = {**Sglang0523.cpu_environment, "TRITON_INTERPRET": "1"}
     ragged = False
     opens_handles = False
-    cache_locs = "sglang.srt.speculative.triton_ops.cache_locs"  # the module of a kernel that `prepare_cpu` selects
+    # the module of a kernel that `prepare_cpu` selects
+    cache_locs = "sglang.srt.speculative.triton_ops.cache_locs"
     spec_logprobs = "sglang.srt.speculative.eagle_worker_v2.compute_spec_v2_logprobs"
 
     def weight_version(self, manager: Any = None) -> str:
