@@ -197,8 +197,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
     def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
         """Skip the drafter in this round, and keep its inputs.
 
-        hidden  the target's hidden states [B, H], or [B * w, H] with w positions of each request
-        tokens  of the same positions
+        hidden, tokens  of the target's pass over one position of each request: [B, H] and [B]
         """
         self.gap.record(batch.reqs, hidden, tokens)
         # SGLang passes the drafter's output on to the next round, so tensors of its shape must be there.

@@ -80,7 +80,7 @@ class Decider:
         self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
         self.rule: SpecRule | None = None  # the last one; its timings stay
         self.stock: Any = None  # SGLang's own rule, while it decides
-        # the same rule at all times: it keeps what it learnt until it decides again
+        # SGLang's own rule, once it was made: it keeps what it learnt until it decides again
         self._stock: Any = None
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 1  # tensor-parallel size

@@ -79,7 +79,7 @@ class DrafterGap:
         # request id -> the number by which the stash knows it
         self._number: defaultdict[str, int] = defaultdict(count().__next__)
         self._running: list[str] = []  # ids of the newest round's requests
-        # their numbers; one array for all rounds of the same requests
+        # the numbers of `_running`; rounds of the same requests share one array
         self._numbers = np.empty(0, np.int64)
         self._stash.clear()
 
