@@ -356,7 +356,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
             else SpecConfig(result.speculative_num_draft_tokens - 1)
         )
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
-    # Indices of the requests that count. Also before: SGLang ends requests when it processes the results.
+    # Indices of the requests that count. Also before that, because SGLang then ends requests.
     running = []
     for i, request in enumerate(batch.reqs):
         if not (request.finished() or request.is_retracted):

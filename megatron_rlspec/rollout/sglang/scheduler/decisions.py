@@ -78,7 +78,8 @@ class Decider:
         # why all requests verify the same number of drafts; "" if they need not
         self.even = "" if settings.ragged else "the engine was launched without --ragged"
         self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
-        self.rule: SpecRule | None = None  # the last one; its timings stay
+        # the last rule that was set; the next one inherits its measured times
+        self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
         # SGLang's own rule, once it was made: it keeps what it learnt until it decides again
         self._stock: Any = None
@@ -128,6 +129,7 @@ class Decider:
         for steps, sizes in captured.items():
             if sizes is not None:
                 largest[steps] = max(sizes, default=0)
+        # Step 0 is never limited: something must be possible at every batch.
         of_any = max(largest.values(), default=0)
         self._largest_batch = {}
         for steps, batch in largest.items():
