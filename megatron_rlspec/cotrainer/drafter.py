@@ -147,6 +147,7 @@ class DrafterTraining:
                 context-parallel ranks
         """
         device = next(self.model.parameters()).device
+        # float64: float32 has not every whole number above 2**24
         total = torch.tensor(counts, dtype=torch.float64, device=device)
         # Without the context-parallel ranks: each of them has the counts of whole sequences.
         dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=False))
@@ -173,7 +174,7 @@ class DrafterTraining:
     ) -> None:
         """Run the drafter's forward and backward on one micro-batch.
 
-        hidden  the policy's hidden states after its final norm, `[t / tp, 1, H]`
+        hidden  the policy's hidden states after its final norm, in the shape of `inputs`
         given   further arguments of Megatron's layers, for drafters that run them unchanged
         """
         # No gradient of the drafter may reach the policy, neither here nor through the head or the embedding.

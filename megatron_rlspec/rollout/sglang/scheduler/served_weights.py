@@ -257,6 +257,7 @@ def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[Tensor
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) in without:
                 continue
+            # "NoneType" of a module that SGLang never quantises
             method = type(getattr(module, "quant_method", None)).__name__
             if not method.startswith(("Unquantized", "NoneType")):
                 raise UnnamedError(f"{prefix} is quantised ({method})")
