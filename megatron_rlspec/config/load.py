@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -220,9 +220,11 @@ def _number(text: str, kind: Any) -> Any:
 
 
 def _of_integers(field: FieldInfo) -> bool:
-    """Return whether the parts of a tuple field may be integers: they are neither plain `str` nor a `Literal`."""
+    """Return whether the parts of a tuple field are integers, whatever bounds their type carries."""
     kind = get_args(field.annotation)[0]
-    return kind is not str and get_origin(kind) is not Literal
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return kind is int
 
 
 def _metavar(field: FieldInfo) -> str:

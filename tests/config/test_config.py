@@ -20,6 +20,7 @@ def test_file_and_overrides(tmp_path):
     assert home.data.path == f"{Path.home()}/a.jsonl,{Path.home()}/b~/c.jsonl"
     assert home.train.run_dir == f"{Path.home()}/runs"
     assert load(path, {"rollout.stop": r'["\n", ","]'}).rollout.stop == ("\n", ",")
+    assert load(path, {"rollout.stop": "5"}).rollout.stop == ("5",)  # texts, not numbers
     with pytest.raises(ConfigError, match="^spec.candidate_steps: expected") as error:  # not: in the file
         load(path, {"spec.candidate_steps": "[1, 3"})
     assert '(got "[1, 3")' in str(error.value)
