@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the whole RL loop on a machine without a GPU: warm start, GRPO with a co-trained drafter, and a closing table.
 #   [SEED=2] bash examples/quickstart.sh [RUN_DIR]
-# It takes about 5 minutes on 2 quiet cores after installation. Finished parts are not repeated, and an interrupted part
+# It takes 5 to 8 minutes on 2 quiet cores after installation. Finished parts are not repeated, and an interrupted part
 # goes on where it was. Each SEED has a RUN_DIR of its own.
 set -euo pipefail
 run=${1:+$(realpath -m -- "$1")}
