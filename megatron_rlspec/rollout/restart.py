@@ -61,8 +61,9 @@ class Restarts:
         enough = not block
         while self._pending:
             if not enough:
-                wait(self._pending.values(), return_when=FIRST_COMPLETED)
-            done = [name for name, future in self._pending.items() if future.done()]
+                wait(list(self._pending.values()), return_when=FIRST_COMPLETED)
+            pending = list(self._pending.items())  # a copy: a rollout's thread may call `lost` meanwhile
+            done = [name for name, future in pending if future.done()]
             if not done:
                 break
             for name in done:

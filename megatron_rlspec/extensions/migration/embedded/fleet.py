@@ -146,7 +146,8 @@ class Fleet:
                 samples = self.member.tick(order)
             except RuntimeError:
                 # A rank was lost: of the samples of this tick, only rank 0's own arrived.
-                self._end([run.sample for run in self.member.runs if run.sample is not None])
+                with self._fields_lock:
+                    self._end([run.sample for run in self.member.runs if run.sample is not None])
                 raise
             with self._fields_lock:
                 self._end(samples)
