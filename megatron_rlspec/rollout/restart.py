@@ -62,7 +62,8 @@ class Restarts:
         while self._pending:
             if not enough:
                 wait(list(self._pending.values()), return_when=FIRST_COMPLETED)
-            pending = list(self._pending.items())  # a copy: a rollout's thread may call `lost` meanwhile
+            # A copy, because a rollout's thread may call `lost` meanwhile.
+            pending = list(self._pending.items())
             done = [name for name, future in pending if future.done()]
             if not done:
                 break
