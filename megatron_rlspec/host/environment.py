@@ -1,4 +1,7 @@
-"""Environment variables of train ranks: those of the launcher, CUDA and NCCL. Standard library only."""
+"""Environment variables of train ranks: what CUDA, NCCL and Transformer Engine need, and what the launcher set.
+
+Imports no torch: CUDA and NCCL read their variables once, so `prepare` runs before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from importlib.util import find_spec
 
 from megatron_rlspec.config import ConfigError
 
-# Variables of train ranks. CUDA and NCCL read them once, at their first call. A value that is set already stays.
-RANKS = {
+# Variables of train ranks. A value that is set already stays. `integrations/slime/launch.py` reads the names, too.
+RANK_DEFAULTS = {
     # Kernels then start in the order of their calls. Megatron's tensor and context parallelism rely on it, and its
     # argument check (megatron/training/arguments.py, validate_args) ends a job without it on GPUs before Blackwell.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -16,17 +19,18 @@ RANKS = {
     # group that weights travel through must have the same.
     "NCCL_CUMEM_ENABLE": "0",
 }
-# The variable that ranks and engines must agree on. An engine reports its value in `describe`, as `nccl_cumem_enable`.
-SHARED = "NCCL_CUMEM_ENABLE"
+# The variable that ranks and engines must agree on. An engine reports its value in `describe`, as `nccl_cumem_enable`
+# (`rollout/sglang/scheduler/control.py`).
+MUST_AGREE = "NCCL_CUMEM_ENABLE"
 
 
 def of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that train ranks need. A value that `environment` has already is kept."""
-    return {name: environment.get(name, value) for name, value in RANKS.items()}
+    return {name: environment.get(name, value) for name, value in RANK_DEFAULTS.items()}
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that a train rank needs. Call it before CUDA, NCCL and Transformer Engine start."""
+    """Set the variables that a train rank needs. Call it before torch is imported."""
     environment.update(of_ranks(environment))
     if cudnn := _cudnn_of_torch():
         environment.setdefault("CUDNN_HOME", cudnn)
@@ -44,20 +48,23 @@ def _cudnn_of_torch() -> str:
     return places[0] if places else ""
 
 
-def disagreement(engine: str, environment: Mapping[str, str]) -> str:
+def disagreement(engine_value: str, environment: Mapping[str, str]) -> str:
     """Return why NCCL cannot join this rank and an engine; "" if it can.
 
-    engine       the engine's value of the variable SHARED; "": not known
-    environment  of this rank
+    engine_value  the engine's value of the variable MUST_AGREE; "": not known
+    environment   of this rank
     """
-    ours = of_ranks(environment)[SHARED]
-    if engine in ("", ours):
+    ours = of_ranks(environment)[MUST_AGREE]
+    if engine_value in ("", ours):
         return ""
-    return f"{SHARED} is {ours} for this rank and {engine} for the engine; start both with the same value"
+    return (
+        f"{MUST_AGREE} is {ours} for this rank and {engine_value} for the engine; "
+        "start both with the same value"
+    )
 
 
 def ranks_started(environment: Mapping[str, str]) -> int:
-    """Return how many ranks the launcher started; 0 if no launcher did.
+    """Return WORLD_SIZE, the number of ranks that a launcher started; 0 if it is not set.
 
     Raises ConfigError if the launcher's variables are incomplete or not numbers in their range.
     """
@@ -73,7 +80,7 @@ def ranks_started(environment: Mapping[str, str]) -> int:
             raise ConfigError(
                 f"environment variable RANK is set, but {name} is not; start the run by torchrun"
             )
-    # each is a number below its limit
+    # Each is a number below its limit. WORLD_SIZE comes first: it is the limit of RANK and LOCAL_RANK.
     limits = {"WORLD_SIZE": "1000000", "RANK": size, "LOCAL_RANK": size, "MASTER_PORT": "65536"}
     for name, limit in limits.items():
         text = environment.get(name, "0")

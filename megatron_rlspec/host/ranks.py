@@ -1,7 +1,7 @@
 """Messages and waits between the ranks of a job, over gloo: from rank 0 to all, from all to all, between two.
 
 A rank that waits in a collective of NCCL runs a kernel until the others have come. An engine on the same GPU would then
-get half of its time. So a rank that waits for a decision of another one, and not for tensors, waits here.
+share the GPU with that kernel. So a rank that waits for a decision of another one, and not for tensors, waits here.
 
 A message is any object. It is pickled, as the ranks of a job trust each other.
 """
@@ -24,8 +24,8 @@ PATIENCE = timedelta(hours=12)
 class Ranks:
     """All ranks of the job, in a gloo group of their own. Tensors are on the CPU.
 
-    All ranks must create it, and call `tell`, `wait` and `share`, in the same order. `send`, `receive` and `expect` are
-    between two ranks. Only one thread of a rank may use it at a time.
+    All ranks must create it, and call `tell`, `barrier` and `share`, in the same order. `send`, `receive` and `expect`
+    are between two ranks. Only one thread of a rank may use it at a time.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Ranks:
         dist.broadcast_object_list(told, src=0, group=self.group)
         return told[0]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Return when every rank has called this. Collective."""
         dist.barrier(group=self.group)
 
@@ -52,7 +52,9 @@ class Ranks:
         return shared
 
     def send(self, target: int, message: Any) -> None:
-        """Start to send a message, and return. Messages to one rank arrive in order. `flush` frees their memory.
+        """Start to send a message, and return. Messages to one rank arrive in order.
+
+        Call `flush` after the last one: until then their memory is kept.
 
         A message is two tensors: its size in bytes, [1] int64, and its bytes. `expect` receives them.
         """
@@ -82,27 +84,31 @@ class Ranks:
         self._sent.clear()
 
 
-_of_jobs: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
+_ranks_of_jobs: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def job() -> Ranks:
-    """Return all ranks of the job, for the main thread of each. All ranks must make the first call together."""
+    """Return this process's `Ranks` of the whole job, for use by its main thread only.
+
+    The first call makes the gloo group, so all ranks must make it together. Another thread makes a `Ranks` of its own
+    (`extensions/migration/builders.py`).
+    """
     world = dist.group.WORLD
     assert world is not None, "this process has joined no job"
     # A process can leave a job and join another one: each has its own group.
-    if world not in _of_jobs:
-        _of_jobs[world] = Ranks()
-    return _of_jobs[world]
+    if world not in _ranks_of_jobs:
+        _ranks_of_jobs[world] = Ranks()
+    return _ranks_of_jobs[world]
 
 
 class Pending:
     """A message that arrives while other work goes on, by `Ranks.expect`.
 
-    bytes  its size
+    n_bytes  its size
     """
 
     def __init__(self, work: dist.Work, data: torch.Tensor) -> None:
-        self.bytes = len(data)
+        self.n_bytes = len(data)
         self._work = work
         self._data = data
 

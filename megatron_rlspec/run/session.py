@@ -478,4 +478,4 @@ def _free_memory(trainer: Trainer) -> None:
     for learner in trainer.learners().values():
         learner.release_memory()
     torch.cuda.empty_cache()
-    ranks.job().wait()  # an engine's GPU may be another rank's, too
+    ranks.job().barrier()  # an engine's GPU may be another rank's, too

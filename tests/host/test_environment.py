@@ -39,7 +39,7 @@ def test_an_engine_gets_the_environment_of_the_rank_that_starts_it(monkeypatch, 
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", record)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    for name in environment.RANKS:
+    for name in environment.RANK_DEFAULTS:
         monkeypatch.delenv(name, raising=False)
     environment.prepare(os.environ)
     launch("model", tmp_path / "log").close()

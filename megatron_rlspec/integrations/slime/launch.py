@@ -122,7 +122,7 @@ def _print_additions(added: Additions) -> None:
     """Print the notes, then one line each with the variables, the flags and the settings that are added."""
     for note in added.notes:
         print(f"rlspec slime: {note}", flush=True)
-    variables = [f"{k}={v}" for k, v in {**environment.RANKS, **added.environment}.items()]
+    variables = [f"{k}={v}" for k, v in {**environment.RANK_DEFAULTS, **added.environment}.items()]
     settings = [f"{k}: {v}" for k, v in added.settings.items()]
     for title, entries in (
         ("environment", variables),
@@ -229,7 +229,7 @@ def job_environment(added: Mapping[str, str], inherited: Mapping[str, str]) -> d
     runtime = job.get("runtime_env") or {}
     users = {}
     # PYTHONPATH: where the driver finds Megatron, its workers must find it, too.
-    for name in ("PYTHONPATH", *environment.RANKS):
+    for name in ("PYTHONPATH", *environment.RANK_DEFAULTS):
         if name in inherited:
             users[name] = inherited[name]
     users |= runtime.get("env_vars", {})

@@ -256,7 +256,7 @@ class Member:
             ids=[run.request.id for run in arrived],
             how="kv",
             tokens=sum(len(run.tokens) for run in arrived),
-            bytes=stage1.bytes + stage2.bytes,
+            bytes=stage1.n_bytes + stage2.n_bytes,
             ms=(time.perf_counter() - began) * 1e3,
         )
         self._moved.append(record)

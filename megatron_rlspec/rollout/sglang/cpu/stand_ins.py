@@ -1,7 +1,8 @@
-"""Replace the two compiled packages that SGLang imports and that have no build for a plain CPU torch.
+"""Make SGLang importable on a CPU machine without two packages that it imports: sgl_kernel and torchvision.
 
-`install()` makes both importable; call it before SGLang is imported. A package that is installed stays as it is.
-`sgl_kernel` then has the functions of `operators.py`, and every other name in both packages can be imported only.
+`install()` replaces those of them that are not installed; call it before SGLang is imported. `sgl_kernel` and
+`torch.ops.sgl_kernel` then have the functions of `operators.py`. Every other name in both packages can be imported, but
+fails when it is called.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _Absent:
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports `package` and everything below it as modules whose attributes are `_Absent`.
 
-    attributes  of the module `package` itself, which are not
+    attributes  real attributes of the module `package` itself, by name; all its other attributes are `_Absent`
     """
 
     def __init__(self, package: str, attributes: dict[str, object]) -> None:
@@ -67,10 +68,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ == self.package:
             vars(module).update(self.attributes)
         absent = _Absent(module.__name__)
+        # PEP 562: Python asks this function for names that the module lacks.
         vars(module)["__getattr__"] = absent.__getattr__
 
 
-def standing_in(package: str) -> bool:
+def is_replaced(package: str) -> bool:
     """Return whether `install` replaced the package in this process."""
     return any(
         isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path
@@ -80,7 +82,8 @@ def standing_in(package: str) -> bool:
 def install() -> list[str]:
     """Make SGLang's CPU engine importable in this process and in those forked from it (`serve._fork_children`).
 
-    Returns the names of the packages that it replaced. Also sets `ENVIRONMENT`, even if it replaces none.
+    Returns the names of the packages that it replaced. Also sets `ENVIRONMENT`, even if it replaces none. A
+    second call replaces nothing and returns []: `find_spec` then finds the stand-ins of the first.
     """
     os.environ.update(ENVIRONMENT)
     names = [
@@ -94,6 +97,6 @@ def install() -> list[str]:
             function.default = function  # type: ignore[attr-defined]
             setattr(torch.ops.sgl_kernel, name, function)
     if "torchvision" in names:
-        # A version that can be parsed.
+        # Transformers and others parse the version, so it must not be an `_Absent`.
         sys.meta_path.append(_Finder("torchvision", {"__version__": "0.0"}))
     return names

@@ -490,7 +490,7 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
     from megatron_rlspec.rollout.sglang.cpu import stand_ins
 
     if device == "cpu":
-        if stand_ins.standing_in("sgl_kernel"):
+        if stand_ins.is_replaced("sgl_kernel"):
             installed_sglang().prepare_cpu()
         _fork_children()
     # Adds our routes to `http_server.app` and registers the hooks (`plugin.register`).

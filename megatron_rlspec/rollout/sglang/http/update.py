@@ -4,7 +4,7 @@ Two rules hold here that SGLang's own sessions do not have. An update belongs to
 a token, and every other request of the update names it. After an update that did not reach `end` the weights mix two
 versions, so the engine generates nothing until a later update has sent the same tensors again.
 
-`weight_routes.py` has the only `Weights` of an engine, and calls it under its lock.
+`weight_routes.py` has the only `WeightsState` of an engine, and calls it under its lock.
 """
 
 from __future__ import annotations
@@ -35,29 +35,35 @@ class Update:
     failed: str = ""
 
 
-class Weights:
+class WeightsState:
     """Whether an engine's weights are one version.
 
     update     the open update; None if there is none
-    undefined  why the weights are a mixture of versions, so that nothing may be generated; "" if they are none
+    why_mixed  why nothing may be generated: an unfinished update left a mixture of versions; "" if none did
     """
 
     def __init__(self) -> None:
         self.update: Update | None = None
-        self.undefined = ""
+        self.why_mixed = ""
         # Names of all tensors sent since the last update that ended well. An update must have sent all of them to end
         # well: what an unfinished one wrote is of another version.
-        self._mixed: set[str] = set()
+        self._unsettled: set[str] = set()
 
-    def check_defined(self) -> None:
-        """Raise Refusal while the weights are a mixture of versions."""
-        if self.undefined:
-            raise Refusal(409, f"{self.undefined}; push all of them, with scope=all")
+    def check_not_mixed(self) -> None:
+        """Raise Refusal while the weights are a mixture of versions.
+
+        It does not see an open update: `weight_routes.may_generate` waits for its end first.
+        """
+        if self.why_mixed:
+            raise Refusal(409, f"{self.why_mixed}; push all of them, with scope=all")
 
     def begin(self, scope: Scope, version: str) -> Update:
-        """Open an update. Raises Refusal for a part of the weights (`scope`) while they are a mixture."""
+        """Open an update. Raises Refusal for a part of the weights (`scope`) while they are a mixture.
+
+        An open update must be abandoned first: this one replaces it, and the mixture that it left would go unnoticed.
+        """
         if scope != "all":
-            self.check_defined()
+            self.check_not_mixed()
         self.update = Update(scope, version)
         return self.update
 
@@ -77,11 +83,11 @@ class Weights:
     def mark_sent(self, update: Update, names: Collection[str]) -> None:
         """Note that schedulers are given these tensors. Call it before they load them."""
         update.sent.update(names)
-        self._mixed.update(names)
+        self._unsettled.update(names)
 
     def end(self, update: Update) -> None:
         """End an update that its client says is complete. Raises Refusal if it is not, and ends it unfinished."""
-        missing = self._mixed - update.sent
+        missing = self._unsettled - update.sent
         reason = update.failed
         if missing and not reason:
             reason = (
@@ -90,16 +96,16 @@ class Weights:
             )
         if reason:
             self.abandon(update, reason)
-            raise Refusal(409, self.undefined or reason)
+            raise Refusal(409, self.why_mixed or reason)
         self.update = None
-        self._mixed.clear()
-        self.undefined = ""
+        self._unsettled.clear()
+        self.why_mixed = ""
 
     def abandon(self, update: Update, why: str) -> None:
-        """End an update unfinished. The weights are then a mixture if a tensor was sent; `undefined` says `why`."""
+        """End an update unfinished. The weights are then a mixture if a tensor was sent; `why_mixed` says `why`."""
         self.update = None
         if update.sent:
-            self.undefined = (
+            self.why_mixed = (
                 f"the update to version {update.version} ended unfinished ({why}), "
                 "so the weights are mixed"
             )

@@ -40,7 +40,7 @@ from megatron_rlspec.rollout.sglang.http.bodies import (
     parsed,
     run_command,
 )
-from megatron_rlspec.rollout.sglang.http.update import Update, Weights
+from megatron_rlspec.rollout.sglang.http.update import Update, WeightsState
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.scheduler.bucket_memory import of_handle
 from megatron_rlspec.rollout.sglang.schemas import Refusal, parse_query
@@ -79,7 +79,7 @@ class _Memory:
                 self._free = piece
 
 
-weights = Weights()
+weights = WeightsState()
 _memory = _Memory()
 # Held while schedulers work on an update, so that requests of two clients never mix. No body is read under it: a slow
 # client would keep others from beginning an update.
@@ -99,7 +99,7 @@ async def may_generate() -> None:
             f"a weight update is open, to version {weights.update.version}; it ends with weights/end, "
             "or when another client begins one",
         )
-    weights.check_defined()
+    weights.check_not_mixed()
 
 
 @asynccontextmanager
@@ -254,7 +254,7 @@ async def _give_up(update: Update, why: str) -> None:
     logger.warning("rlspec: the update to version %s ended unfinished: %s", update.version, why)
     # Its result does not matter: SGLang refuses it where `begin` did not get as far as a session.
     await _sglang.end_push(manager())
-    if not weights.undefined:
+    if not weights.why_mixed:
         await manager().continue_generation(ContinueGenerationReqInput())
     _no_update_open.set()
 

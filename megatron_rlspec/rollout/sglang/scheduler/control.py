@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rlspec.host.environment import SHARED
+from megatron_rlspec.host.environment import MUST_AGREE
 from megatron_rlspec.kernels import chosen
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.names import name_table
@@ -154,7 +154,7 @@ def _describe(scheduler: Any) -> dict[str, Any]:
         "held": decisions.decider.held,
         "even": decisions.decider.even,
         "unnamed": scheduler.rlspec_unnamed,
-        "nccl_cumem_enable": os.environ.get(SHARED, ""),
+        "nccl_cumem_enable": os.environ.get(MUST_AGREE, ""),
         "rule": decisions.decider.name,
         "kernels": _kernels(settings, runner),
         "attention": runner.decode_attention_backend_str,

@@ -174,7 +174,7 @@ class Sglang0523:
         yield from protect.scheduler_hooks()
         yield from flashinfer_plans.hooks()
         # On a CPU without SGLang's own kernels.
-        if stand_ins.standing_in("sgl_kernel"):
+        if stand_ins.is_replaced("sgl_kernel"):
             yield from products.hooks()
 
 
