@@ -45,7 +45,7 @@ INSTALL_TRANSFORMER_ENGINE = (
 class Machine:
     """Facts about this machine.
 
-    gpus          GPUs that are visible here; 0 while an image is built
+    gpus          of `visible_gpus`; 0 while an image is built
     driver_cuda   newest CUDA version that the driver runs, (major, minor); None if the driver does not answer
     torch_cuda    CUDA version that torch was built for; None for a CPU build
     modules       those of MODULES that Python finds
@@ -122,12 +122,12 @@ def _driver_and_memory(machine: Machine) -> Iterator[Lack]:
 
 
 def visible_gpus() -> int:
-    """Count the devices that NVIDIA's driver shows in /dev."""
+    """Count the devices that NVIDIA's driver shows in /dev. CUDA_VISIBLE_DEVICES does not change the number."""
     return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 def gather() -> Machine:
-    """Read the facts of this machine."""
+    """Read the facts of this machine. It imports each package of COMPILED in a process, one after the other."""
     driver = _driver_cuda()
     failures: dict[str, str] = {}
     for module, package in COMPILED.items():

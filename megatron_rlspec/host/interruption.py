@@ -48,7 +48,10 @@ class Interruption:
         self._since = 0.0  # time.monotonic() of the first request to end
 
     def install(self) -> Interruption:
-        """Handle SIGINT, SIGTERM and SIGHUP from now on, and watch torchrun. For the main thread of a program."""
+        """Handle SIGINT, SIGTERM and SIGHUP from now on, and watch torchrun.
+
+        Call it once a process, in the main thread.
+        """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
@@ -61,7 +64,10 @@ class Interruption:
         return self
 
     def defer(self) -> None:
-        """Record signals from now on instead of raising Interrupted. Raises Interrupted if a signal came before."""
+        """Record signals from now on instead of raising Interrupted. Raises Interrupted if a signal came before.
+
+        Main thread only. There is no way back.
+        """
         self._raise_if_requested()
         self._deferred = True
 

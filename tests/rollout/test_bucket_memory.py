@@ -66,11 +66,14 @@ def test_a_handle_of_a_gpus_memory_is_64_bytes_and_closed_after_the_copy(driver,
     where = HandleBody(handle=memory.handle(piece), names=["x"], dtypes=["float32"], shapes=[[250]])
     opened = ctypes.c_int.in_dll(driver, "opened")
     for size in (1000, 10):
-        assert torch.equal(gpu_memory.copied(where.handle, size, memory.device), piece[:size]) and not opened.value
+        assert (
+            torch.equal(gpu_memory.copy_from_handle(where.handle, size, memory.device), piece[:size])
+            and not opened.value
+        )
     with pytest.raises(ValueError, match="the tensors have 1001 bytes, and the trainer's memory has 1000"):
-        gpu_memory.copied(where.handle, 1001, memory.device)
+        gpu_memory.copy_from_handle(where.handle, 1001, memory.device)
     with pytest.raises(ValueError, match="cuIpcOpenMemHandle_v2 refuses with code 400; expected a trainer on"):
-        gpu_memory.copied("A" * 86 + "==", 10, memory.device)
+        gpu_memory.copy_from_handle("A" * 86 + "==", 10, memory.device)
     assert not opened.value
 
 

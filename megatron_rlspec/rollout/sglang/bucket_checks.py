@@ -1,8 +1,8 @@
-"""Check a bucket of weights before anything is loaded: its tensors cover all its bytes, and the engine holds each.
+"""Check a bucket of weights before anything is loaded: the engine holds each tensor, in this shape.
 
-A bucket in a request is a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON
-header, and the tensors' bytes. `push/bucket.py` writes it, and `http/weight_routes.py` calls these checks. Imports no
-SGLang.
+For a bucket in a request, also that its tensors cover all its bytes. Such a bucket is a safetensors file
+(https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, and the tensors' bytes.
+`push/bucket.py` writes it, and `http/weight_routes.py` calls these checks. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Entry(NamedTuple):
 
 
 def check_described(body: TensorsBody, served: ServedTensors, scope: Scope) -> None:
-    """Raise Refusal unless the engine holds every tensor that a request without a safetensors header describes."""
+    """Raise Refusal unless the engine holds every tensor that a request without a safetensors header describes.
+
+    Their bytes are not in the request. Whoever opens them compares their number (`gpu_memory.copy_from_handle`).
+    """
     for name, shape in zip(body.names, body.shapes, strict=True):
         served.check(name, shape, scope)
 

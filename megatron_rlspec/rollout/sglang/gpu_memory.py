@@ -1,7 +1,7 @@
 """Memory of the trainer on a GPU that engines on the same machine open, by a handle: 64 bytes, in base64.
 
-`GpuMemory` is the trainer's side: the transport `Handles` (`client/transport.py`) sends its handles. `copied` is the
-engine's side, in each scheduler process (`scheduler/bucket_memory.py`).
+`GpuMemory` is the trainer's side: the transport `Handles` (`client/transport.py`) sends its handles.
+`copy_from_handle` is the engine's side, in each scheduler process (`scheduler/bucket_memory.py`).
 
 CUDA's driver functions are called directly. torch's own sharing also sends the name of a file with reference counts,
 which the reader opens, and both torch and SGLang send pickles. No CUDA event is shared: a piece is filled completely
@@ -75,7 +75,7 @@ class _Allocation:
             _driver().cuMemFree_v2(self.address)
 
 
-def copied(handle: str, size: int, device: torch.device) -> Tensor:
+def copy_from_handle(handle: str, size: int, device: torch.device) -> Tensor:
     """Return a copy of the first `size` bytes of a piece of another process, `[size]` uint8, on `device`.
 
     handle  of the piece, 64 bytes in base64

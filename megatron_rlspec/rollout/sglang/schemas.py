@@ -132,7 +132,7 @@ class Hold(Strict):
 
 
 # Commands of `scheduler/control.py` that clients may give by POST /rlspec/control/NAME, and the schema of each body. A
-# field's name is the name of the command's parameter.
+# field's name is the name of the command's parameter. `stamp` has no route: only `weight_routes.end` may run it.
 COMMANDS: dict[str, type[Strict]] = {
     "describe": Nothing,
     "set_config": SetConfig,
@@ -184,7 +184,8 @@ class JoinBody(Strict):
 class TensorsBody(Strict):
     """Tensors that the trainer laid out in one piece: `push.bucket.Bucket.described`, and in the piece their bytes.
 
-    One element a tensor in each list, in the order of the bytes. `shapes` are full shapes.
+    One element a tensor in each list, in the order of the bytes. The schema does not compare the lists' lengths.
+    `shapes` are full shapes, without tensor parallelism.
     """
 
     names: list[Text] = Field(min_length=1, max_length=1 << 16)
@@ -203,7 +204,10 @@ class ReceiveBody(TensorsBody):
 
 
 class HandleBody(TensorsBody):
-    """Tensors in the trainer's memory on a GPU. `handle`: 64 bytes in base64, which `gpu_memory.copied` opens."""
+    """Tensors in the trainer's memory on a GPU.
+
+    handle  64 bytes in base64, which `gpu_memory.copy_from_handle` opens
+    """
 
     handle: str = Field(pattern=r"^[A-Za-z0-9+/]{86}==$")
 
@@ -236,17 +240,17 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
         _check_tokens(f"requests[{i}].input_ids", request.input_ids, vocabulary)
         _check_tokens(f"requests[{i}].begun", request.begun, vocabulary)
         prompt = len(request.input_ids)
-        longest = request.sampling.max_new_tokens
+        most_new = request.sampling.max_new_tokens  # counts `begun`, so that is not added below
         if prompt >= context:
             raise Refusal(
                 400,
                 f"request {request.id}: {prompt} prompt tokens; expected fewer than the model's context of {context}",
             )
-        if prompt + longest > context - reserved:
+        if prompt + most_new > context - reserved:
             less = f" less {reserved} for drafts" if reserved else ""
             raise Refusal(
                 400,
-                f"request {request.id}: {prompt} prompt tokens and max_new_tokens={longest} make {prompt + longest}; "
+                f"request {request.id}: {prompt} prompt tokens and max_new_tokens={most_new} make {prompt + most_new}; "
                 f"expected at most the model's context of {context}{less}",
             )
         if request.id in ids:

@@ -46,7 +46,10 @@ def current() -> Path | None:
 
 
 def remove(directory: Path) -> None:
-    """Remove the directory and the shared memory whose names contain its name. Safe to repeat."""
+    """Remove the directory and the shared memory whose names contain its name. Safe to repeat.
+
+    directory  one of `make`: only its random name keeps the shared memory of other processes from being removed
+    """
     for name in glob.glob(f"{SHARED_MEMORY}/*{glob.escape(directory.name)}*"):
         with suppress(OSError):
             os.unlink(name)
@@ -60,14 +63,14 @@ def remove_at_end(directory: Path) -> None:
     """
     try:
         # It refers to this very process, also after its number is given to another one.
-        server = os.pidfd_open(os.getpid())
+        this_process = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):  # before Linux 5.3; the launcher still removes what it made
         return
     # Forked twice: the process in between ends, so the small one is no child of ours. SGLang kills all children when it
     # ends, and the launcher kills our process group; `setsid` leaves that.
     child = os.fork()
     if child:
-        os.close(server)
+        os.close(this_process)
         os.waitpid(child, 0)
         return
     os.setsid()
@@ -75,10 +78,11 @@ def remove_at_end(directory: Path) -> None:
         os._exit(0)  # `_exit` runs no handlers of the process that was forked
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    # Whoever reads this process's output sees its end when it ends, and does not wait for the small process.
+    # The small process closes its copies of the output streams. Otherwise whoever reads this process's output would
+    # wait for the end of both.
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    select.select([server], [], [])  # a pidfd becomes readable when its process has ended
+    select.select([this_process], [], [])  # a pidfd becomes readable when its process has ended
     remove(directory)
     os._exit(0)

@@ -1,6 +1,6 @@
-"""Settings that every SGLang process of ours shares: how the plugin is configured, and the server's API key.
+"""Settings that every SGLang process of ours shares: the plugin's, the server's API key, and what excludes drafts.
 
-They travel in environment variables, because SGLang starts its scheduler processes itself.
+Settings and key travel in environment variables, because SGLang starts its scheduler processes itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY = "RLSPEC_API_KEY"  # in the environment: every user of the machine can read
 # Key of SGLang's answer's `meta_info`: for every output token, 1 if it was a draft, else 0. `scheduler/control.py`
 # writes it; `http/routes.py` and `integrations/slime/acceptance.py` read it.
 DRAFTED = "rlspec_drafted"
-# Reasons of `refused`; `integrations/slime/refusals.py` gives some of them, too.
+# Reasons of `why_refused`; `integrations/slime/refusals.py` gives some of them, too.
 ATTENTION_RANKS = (
     "engines whose ranks attend to requests of their own were never run with a drafter on a GPU"
 )
@@ -51,9 +51,9 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Return the settings in RLSPEC_SGLANG: JSON, or 1 for the defaults.
+        """Return the settings in RLSPEC_SGLANG: JSON, or the defaults if it is 1, empty or not set.
 
-        Raises ValueError, one line, for settings that do not exist.
+        Raises ValueError, one line, for a setting that does not exist or has a wrong value.
         """
         return _parsed(os.environ.get(VARIABLE, ""))
 
@@ -78,15 +78,15 @@ def _parsed(text: str) -> Settings:
         ) from None
 
 
-def known_key(given: str = "") -> str:
-    """Return the key given, or that of the environment; "" if there is none."""
+def given_or_environment_key(given: str = "") -> str:
+    """Return the API key given, or else that of the variable RLSPEC_API_KEY; "" if there is none."""
     return (given or os.environ.get(KEY, "")).strip()
 
 
-def refused(server_args: Any) -> str:
+def why_refused(server_args: Any) -> str:
     """Return why SGLang's options cannot be combined with adaptive speculation; "" if they can.
 
-    `_WITHOUT_DRAFTS` in `http/serve.py` has the same options for its command line.
+    `_REFUSED_WITH_DRAFTS` in `http/serve.py` has the same options for its command line.
 
     server_args  SGLang's parsed `ServerArgs`
     """

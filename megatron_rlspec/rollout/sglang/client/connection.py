@@ -47,7 +47,7 @@ class Connection:
         return f"SGLangEngine({self.url})"
 
     def post(self, path: str, **arguments: Any) -> dict[str, Any]:
-        """Post a request and return its answer, a JSON object. Raises EngineError.
+        """Post a request and return its answer, a JSON object. Raises EngineError: RequestError for MALFORMED.
 
         arguments  of `requests.Session.request`, such as `json`, `params` or `data`
         """
@@ -55,7 +55,7 @@ class Connection:
             return self._object(path, answer.content)
 
     @contextmanager
-    def asked(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    def answer_to(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         """Post a request, and read its answer in the `with` block. Raises as `post` and `reading`."""
         answer = self.post(path, **arguments)
         with self.reading(path, answer):
@@ -90,7 +90,9 @@ class Connection:
                     if text:
                         yield self._object(path, text)
             except requests.RequestException as error:
-                raise EngineError(f"{self.url}: {path} broke off: {self._why(error)}") from None
+                raise EngineError(
+                    f"{self.url}: {path} broke off: {self._why_no_answer(error)}"
+                ) from None
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
         """Parse an answer, or one line of it. Raises RefusedError unless it is a JSON object."""
@@ -126,7 +128,7 @@ class Connection:
                 **arguments,
             )
         except requests.RequestException as error:
-            raise EngineError(f"{self.url}: {path} failed: {self._why(error)}") from None
+            raise EngineError(f"{self.url}: {path} failed: {self._why_no_answer(error)}") from None
         if answer.status_code == 200:
             return answer
         with answer:
@@ -153,7 +155,7 @@ class Connection:
         kind = RequestError if status in MALFORMED else RefusedError
         return kind(f"{self.url}: {path} refused ({status}): {reason[:500]}")
 
-    def _why(self, error: requests.RequestException) -> str:
+    def _why_no_answer(self, error: requests.RequestException) -> str:
         """Say in a few words why no answer came. An ended engine comes first: it explains all other errors."""
         # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
         inner = error.args[0] if error.args else None
@@ -165,7 +167,8 @@ class Connection:
         if isinstance(error, requests.exceptions.InvalidHeader):
             return f"{KEY} has a character that no header may have"
         reason = getattr(inner, "reason", None)
-        # an address that requests cannot read is a ValueError, an unknown host name a NewConnectionError
+        # An address that requests cannot read is a ValueError, an unknown host name a NewConnectionError. InvalidHeader
+        # is a ValueError, too, so it stands above.
         if isinstance(error, (ValueError, requests.ConnectTimeout)) or isinstance(
             reason, NewConnectionError
         ):

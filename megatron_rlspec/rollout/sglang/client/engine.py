@@ -21,7 +21,7 @@ from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.rollout.sglang.client.connection import MALFORMED, Connection
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
-from megatron_rlspec.rollout.sglang.settings import known_key
+from megatron_rlspec.rollout.sglang.settings import given_or_environment_key
 from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
 from megatron_rlspec.speculation.round_log import Round
 from megatron_rlspec.types import (
@@ -61,9 +61,10 @@ class SGLangEngine(Connection):
         timeout: float = 1800.0,
         transport: Transport | None = None,
     ) -> None:
-        super().__init__(url, known_key(api_key), timeout, process)
+        super().__init__(url, given_or_environment_key(api_key), timeout, process)
         self._transport = transport or Http()
-        # Why the weights are not usable, so that `generate` refuses; "" if they are.
+        # Why the weights are not usable, so that `generate` refuses; "" if they are. The server has a check of its own
+        # (`http/update.py`), which knows nothing of `sleep`.
         self._broken = ""
         # The answer of the command `shapes`, once it was asked.
         self._served: dict[str, Any] | None = None
@@ -95,7 +96,8 @@ class SGLangEngine(Connection):
     ) -> list[Sample]:
         """Generate one sample per request and return them in order. Calls `on_sample` with each finished sample.
 
-        Raises EngineError, whose `begun` has what the unfinished samples had, so that another engine can continue them.
+        The requests' ids must be distinct. Raises EngineError, whose `begun` has what the unfinished samples had, so that
+        another engine can continue them.
         """
         if self._broken:
             raise EngineError(
@@ -139,7 +141,7 @@ class SGLangEngine(Connection):
         # Before the request: an engine whose update does not reach its end must not generate, even if no answer comes.
         self._broken = self._broken or f"version {version} was not completed"
         query = {"scope": scope, "version": str(version)}
-        with self.asked("weights/begin", params=query) as answer:
+        with self.answer_to("weights/begin", params=query) as answer:
             self._update = answer["session"]
 
     def send(self, bucket: Bucket, *others: SGLangEngine) -> None:
@@ -185,7 +187,7 @@ class SGLangEngine(Connection):
 
     def spec_rule_report(self) -> dict[str, Any]:
         """Return `SpecRule.report` of the engine's rule since the last call; empty without speculation."""
-        with self.asked("control/spec_rule_report") as answer:
+        with self.answer_to("control/spec_rule_report") as answer:
             return dict(answer["report"])
 
     def hold(self, reason: str) -> None:
@@ -203,7 +205,10 @@ class SGLangEngine(Connection):
         self.post_to_sglang("release_memory_occupation", {})
 
     def wake(self) -> None:
-        """Take the memory back. The engine stays paused until an update of all weights."""
+        """Take the memory back. The engine stays paused until an update.
+
+        That must have the scope "all", because a GPU lost all weights. Neither this class nor the server checks it.
+        """
         self.post_to_sglang("resume_memory_occupation", {})
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -215,7 +220,7 @@ class SGLangEngine(Connection):
 
         The `prompt` of a sample that was continued includes the response tokens that it had before.
         """
-        with self.asked("control/progress") as answer:
+        with self.answer_to("control/progress") as answer:
             # Rows of four, in the order of the fields (`_progress` in `scheduler/control.py`).
             running = tuple(RunningSample(*row) for row in answer["running"])
             version = int(answer["version"])
@@ -224,7 +229,7 @@ class SGLangEngine(Connection):
     def stats(self) -> list[RoundStats]:
         """Return and reset the counts and times of decode rounds, summed by (config, batch)."""
         stats = []
-        with self.asked("control/stats") as answer:
+        with self.answer_to("control/stats") as answer:
             for fields in answer["rounds"]:  # `RoundStats` as JSON objects: tuples came as lists
                 fields["config"] = SpecConfig(**fields["config"])
                 for histogram in ("accepted", "if_all"):
@@ -234,7 +239,7 @@ class SGLangEngine(Connection):
 
     def recent_rounds(self) -> list[Round]:
         """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
-        with self.asked("control/recent_rounds") as answer:
+        with self.answer_to("control/recent_rounds") as answer:
             return [(SpecConfig(**config), *rest) for config, *rest in answer["rounds"]]
 
     def fingerprints(self) -> dict[str, int]:
@@ -244,9 +249,9 @@ class SGLangEngine(Connection):
         """
         tensors = self._served_tensors()
         if tensors["unnamed"]:
-            with self.asked("control/delivered") as delivered:
-                return as_delivered(delivered, tensors["drafter"].__contains__)
-        with self.asked("control/fingerprints") as answer:
+            with self.answer_to("control/delivered") as answer:
+                return as_delivered(answer, tensors["drafter"].__contains__)
+        with self.answer_to("control/fingerprints") as answer:
             return dict(answer["fingerprints"])
 
     def _served_tensors(self) -> dict[str, Any]:
@@ -255,7 +260,7 @@ class SGLangEngine(Connection):
         `shapes`: shape by name; `drafter`: the set of the drafter's names; `unnamed`: why there are no shapes, or "".
         """
         if self._served is None:
-            with self.asked("control/shapes") as answer:
+            with self.answer_to("control/shapes") as answer:
                 unnamed = answer["unnamed"]
                 self._served = {**answer, "drafter": set(answer["drafter"])}
             if unnamed:

@@ -18,14 +18,17 @@ import requests
 from megatron_rlspec.engine import EngineError
 from megatron_rlspec.host.ports import ENGINES, free_port
 from megatron_rlspec.rollout.sglang import scratch
-from megatron_rlspec.rollout.sglang.settings import KEY, known_key
+from megatron_rlspec.rollout.sglang.settings import KEY, given_or_environment_key
 
 
 class EngineProcess:
     """A running or starting server. Close it, or use it as a context manager; it also ends when this process does.
 
     process    leads a process group of its own, which `close` kills
+    url        http://127.0.0.1:PORT
+    log        file of its output
     directory  its TMPDIR (`scratch.py`), which `close` removes
+    api_key    that its requests need; never ""
     """
 
     def __init__(
@@ -138,7 +141,7 @@ def launch(
 
     arguments    options of `rlspec serve` or of SGLang
     log          file for the server's output
-    environment  added to this process's own
+    environment  added to this process's own; it must not name TMPDIR or RLSPEC_API_KEY, which would win over ours
     api_key      that requests need; "": the key in RLSPEC_API_KEY, or else a random key that only this process and the
                  server know. It travels in the server's environment, which other users cannot read.
     """
@@ -154,8 +157,8 @@ def launch(
         str(model),
     ]
     command += ["--port", str(port), f"--stop-with-parent={os.getpid()}", *arguments]
-    api_key = known_key(api_key) or secrets.token_urlsafe(32)
-    directory = scratch.make()  # SGLang leaves its sockets where it made them
+    api_key = given_or_environment_key(api_key) or secrets.token_urlsafe(32)
+    directory = scratch.make()  # SGLang does not remove its sockets
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

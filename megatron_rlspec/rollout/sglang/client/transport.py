@@ -28,7 +28,7 @@ from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
 
 Post = Callable[..., dict[str, Any]]  # `SGLangEngine._in_update` of one engine
 # For engines to join a group, or to take one bucket; as `GROUP_SECONDS` of `scheduler/protect.py` on their side.
-_SECONDS = timedelta(seconds=120)
+_GROUP_SECONDS = timedelta(seconds=120)
 
 
 class Transport(Protocol):
@@ -39,7 +39,7 @@ class Transport(Protocol):
         """Return the memory of the buckets that it sends."""
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
-        """Deliver a bucket of `memory` to engines within their open updates, which each `post` names.
+        """Deliver a bucket of `memory` to engines, at least one, within their open updates, which each `post` names.
 
         Returns after all engines have loaded it. Raises EngineError.
         """
@@ -52,7 +52,7 @@ class Http:
         self.memory = Memory(headed=True)
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
-        [post] = posts
+        [post] = posts  # one: the memory is not joint
         # A view: the bytes are not copied here.
         post("weights/bucket", data=bucket.file().numpy().data)
 
@@ -64,7 +64,7 @@ class Handles:
         self.memory = GpuMemory()
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
-        [post] = posts
+        [post] = posts  # one: the memory is not joint
         handle = self.memory.handle(bucket.data())
         post("weights/handle", json={"handle": handle, **bucket.described})
 
@@ -139,7 +139,7 @@ class GroupBroadcast:
             port,
             size,
             is_master=True,
-            timeout=_SECONDS,
+            timeout=_GROUP_SECONDS,
             wait_for_workers=False,  # no engine knows this store yet: they are told below
             master_listen_fd=listening.detach(),  # torch itself would listen on every interface
         )
@@ -166,7 +166,7 @@ class GroupBroadcast:
             dist.Backend(self.backend),
             dist.PrefixStore(self._name, store),
             group_name=name,
-            timeout=_SECONDS,
+            timeout=_GROUP_SECONDS,
         )
         # As SGLang does it. `dist.broadcast` looks the rank of its source up here.
         _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}

@@ -3,10 +3,10 @@
 SGLang's `layers/attention/intel_amx_backend.py` (0.5.23) calls them for dense models in float32, bfloat16 and float16.
 They gather the requests' keys and values from the paged cache, pad them to the longest request, and mask the padding.
 
-Shapes: B requests, L query tokens of one request, S cached tokens, h query and n key/value heads, d head size.
-`req_to_token [pool, max_context]` maps (request slot, position) to a row of the KV cache. `req_pool_indices [B]` are
-the requests' slots, `seq_lens [B]` their cached tokens. SGLang passes all arguments by position, also those that are
-not used here, so their order must stay. `sliding_window` is the window's size + 1; 0: no window.
+Shapes: B requests (at least 1), L query tokens of one request, S cached tokens, h query and n key/value heads, d head
+size. `req_to_token [pool, max_context]` maps (request slot, position) to a row of the KV cache. `req_pool_indices [B]`
+are the requests' slots, `seq_lens [B]` their cached tokens. SGLang passes all arguments by position, also those that
+are not used here, so their order must stay. `sliding_window` is the window's size + 1; 0: no window.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class _Plan:
         """Return whether this is the plan of the present pass.
 
         Two passes may have the same objects as inputs, with other values in them, so identity alone does not suffice:
-        when the buffer of the first layer comes again, a new pass has begun.
+        when the buffer of the first layer comes again, a new pass has begun. Decode gives three inputs and extend four,
+        so neither gets the other's plan.
         """
         same = len(inputs) == len(self.inputs) and all(map(operator.is_, self.inputs, inputs))
         return same and key_buffer.data_ptr() != self.first_buffer

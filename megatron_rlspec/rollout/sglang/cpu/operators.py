@@ -1,8 +1,8 @@
 """Compute in plain torch what SGLang's CPU engine calls in `sgl_kernel`, with the same names and arguments.
 
 The operators cover chain drafting: with another topk than 1 SGLang runs without its adaptive drafts, and `rlspec
-serve` then ends. Attention is in `attention.py`. All of them work on the whole batch at once, and none imports sglang.
-Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
+serve` then ends. Attention is in `attention.py`. The operators here work on the whole batch at once. No sglang is
+imported. Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
 `kernels/ops/speculative/*.py`, `kernels/ops/sampling/murmur_hash.py`, `layers/attention/intel_amx_backend.py`.
 
 Shapes: B requests, K = num_steps + 1 verified tokens. `req_to_token [pool, max_context]` maps (request slot, position)
@@ -112,9 +112,9 @@ def build_tree_kernel_efficient_cpu(
     node = torch.arange(draft_token_num)
     positions.view(batch, -1).copy_(verified_seq_len.long()[:, None] + node)
     retrieve_index.copy_(torch.arange(batch)[:, None] * draft_token_num + node)
-    following = node + 1
-    following[-1] = -1  # the chain's end
-    retrieve_next_token.copy_(following.expand(batch, -1))
+    next_node = node + 1
+    next_node[-1] = -1  # the chain's end
+    retrieve_next_token.copy_(next_node.expand(batch, -1))
     retrieve_next_sibling.fill_(-1)
 
 
@@ -129,6 +129,8 @@ def verify_tree_greedy_cpu(
     target_predict: Tensor,
 ) -> None:
     """Accept drafts while they equal the target's tokens. Writes its results in place; chains only.
+
+    SGLang passes all arguments by name, and spells three of them `retrive`.
 
     candidates, target_predict [B, K]: candidates[:, 0] is the last accepted token, target_predict[:, j] the target's
     token after node j. Results: predicts [B * K], the target's tokens; accept_index [B, K], the flat indices of the
@@ -173,14 +175,15 @@ def copy_all_layer_kv_cache_cpu(
 
 
 def murmur_hash32_cpu(seed: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
-    """Hash (seed, position, column): seed [N], positions [N], columns [V] -> [N, V] uint32; see `noise`."""
+    """Hash (seed, position, column): seed [N], positions [N], columns [V] -> [N, V] uint32; see `noise.murmur3`."""
     # Views, not conversions: the hash takes the same 64 bits, whether SGLang passes them signed or not.
     return noise.murmur3(seed.view(torch.int64), positions.view(torch.int64), columns).view(
         torch.uint32
     )
 
 
-# What SGLang imports from `sgl_kernel`, by the function's name. `stand_ins.install` puts it there.
+# What SGLang imports from `sgl_kernel`. `stand_ins.install` puts it there under the function's own name, as it does
+# with OPERATORS. So SGLang would miss a function that is renamed here.
 FUNCTIONS: dict[str, Callable] = {
     f.__name__: f
     for f in (

@@ -27,11 +27,14 @@ WRITERS = (
     "update_weights_from_tensor",
 )
 
-_weights = PackedWeights()  # of this scheduler process
+_packed_weights = PackedWeights()  # of this scheduler process
 
 
 def hooks() -> Iterator[tuple[str, Callable, str]]:
-    """Yield hooks for `plugin._register`: (name in SGLang, our function, kind)."""
+    """Yield hooks for `plugin._register`: (name in SGLang, our function, kind).
+
+    `scheduler/versions.py` asks for them only where `stand_ins` replaced `sgl_kernel`.
+    """
     yield LINEAR, _apply, "REPLACE"
     yield HEAD, _head, "AROUND"
     for writer in WRITERS:
@@ -40,7 +43,7 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
 
 def _apply(method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply as `UnquantizedLinearMethod.apply`."""
-    return _weights.linear(x, layer.weight, bias)
+    return _packed_weights.linear(x, layer.weight, bias)
 
 
 def _head(
@@ -56,19 +59,19 @@ def _head(
     Returns logits [N, V]. For such layers SGLang ignores the bias, too.
     """
     weight = getattr(head, "weight", None)
-    plain = type(getattr(head, "quant_method", None)).__name__ in (
+    unquantized = type(getattr(head, "quant_method", None)).__name__ in (
         "NoneType",
         "UnquantizedEmbeddingMethod",
     )
     if (
-        plain
+        unquantized
         and weight is not None
         and weight.dtype == hidden.dtype
         and not processor.use_fp32_lm_head
     ):
-        return _weights.linear(hidden, weight)
+        return _packed_weights.linear(hidden, weight)
     return original(processor, hidden, head, bias, **more)
 
 
 def _forget(returned: Any, *args: Any, **kwargs: Any) -> None:
-    _weights.forget()
+    _packed_weights.forget()

@@ -32,7 +32,8 @@ async def parsed(request: Request, model: type[Body]) -> Body:
 async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run a command of `scheduler/control.py` in every scheduler, and merge the answers of data-parallel ranks.
 
-    `arguments` are the command's keyword arguments, as JSON. Raises Refusal with a scheduler's error.
+    `arguments` are the command's keyword arguments, of JSON types; none is named `command`.
+    Raises Refusal with a scheduler's error.
     """
     message = DumperControlReqInput(method=METHOD, body=arguments | {"command": command})
     results = await manager().dumper_control(message)
@@ -43,7 +44,7 @@ async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]
     return merge(command, [result.response[0] for result in results])
 
 
-def control(command: str, schema: type[Body]) -> Handler:
+def command_handler(command: str, schema: type[Body]) -> Handler:
     """Return the handler of a route that runs a command in the scheduler.
 
     A field that the body leaves out is not passed on, so the defaults are those of the command in `control.py`.
@@ -68,12 +69,12 @@ def one_line(text: str) -> str:
     return (" ".join(text.split()) or "the engine gave no reason")[:1000]
 
 
-def internal(error: Exception) -> str:
+def internal_error(error: Exception) -> str:
     """Return the sentence for a defect of the server. The error's own text may show what no client should see."""
     return f"internal error ({type(error).__name__}); the engine's log has its traceback"
 
 
-def answering(handler: Handler) -> Handler:
+def errors_as_json(handler: Handler) -> Handler:
     """Turn every exception of a handler into a JSON object with one sentence."""
 
     async def answer(request: Request) -> Response:
@@ -85,7 +86,7 @@ def answering(handler: Handler) -> Handler:
             return JSONResponse({"error": "the client closed the connection"}, 400)
         except Exception as error:  # anything else: SGLang would answer it with a page of text
             logger.exception("rlspec: %s failed", request.url.path)
-            return JSONResponse({"error": internal(error)}, 500)
+            return JSONResponse({"error": internal_error(error)}, 500)
 
     answer.__name__ = handler.__name__
     answer.__doc__ = handler.__doc__

@@ -1,4 +1,4 @@
-"""Check the options of `rlspec serve`: address and the model directories. SGLang is not imported."""
+"""Check the options of `rlspec serve`: address, options without effect, model directories. SGLang is not imported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def installed_sglang() -> versions.Sglang0523:
 
 
 def dtype_of(model: str | Path) -> str:
-    """Return the type of a model directory's weights, such as "float32": config.json's, else the stored tensors'.
+    """Return the type of a model directory's weights, such as "float32": config.json's, else the first stored tensor's.
+
+    model  a local directory, as `check` leaves it in `options.model`
 
     SGLang's own default, "auto", serves a float32 model in float16. Raises ConfigError.
     """
@@ -104,7 +106,10 @@ def _check_model(options: argparse.Namespace) -> None:
 
 
 def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> None:
-    """Check the EAGLE-3 drafter of --draft-model; `target` is config.json of --model. Sets variables for SGLang."""
+    """Check the EAGLE-3 drafter of --draft-model; `target` is config.json of --model.
+
+    Sets the environment variables that SGLang needs for this drafter.
+    """
     given = f"--draft-model {options.draft_model}"
     if options.draft_vocabulary:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Guard every route, SGLang's included: require the API key, and refuse pages of other sites.
+"""Guard every route, SGLang's included: require the API key, and let no page of another site read an answer.
 
 Both functions change how the application builds its middleware, so they work only before the server starts.
 """
@@ -34,7 +34,7 @@ def require_key(app: FastAPI, key: str) -> Callable[[], None]:
 
     SGLang's own check is not used: it keeps the key where /server_info and its log show it, and fails with a traceback
     on a token that is not ASCII. During its start SGLang calls its own route /freeze_gc without a key. Call the
-    returned function after the start: from then on that route needs the key, too.
+    returned function once, after the start (`serve._launch`): from then on that route needs the key, too.
     """
     original = app.build_middleware_stack
     expected = key.encode()

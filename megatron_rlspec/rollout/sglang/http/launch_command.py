@@ -61,11 +61,11 @@ def for_project(
     """Return the settings, one a line, with which verl or miles starts its engines with drafts.
 
     Only options of drafts and of sampling are printed; the project sets the others itself. The arguments are those of
-    `shell_commands`.
+    `shell_commands`, without words of the user's own (`serve._device_of_printed` refuses them).
     """
-    variable, option = _FORMS[project]
+    variable_form, option_form = _FORMS[project]
     lines = _adaptive_file(slots)
-    lines += [variable.format(name, value) for name, value in _environment(settings).items()]
+    lines += [variable_form.format(name, value) for name, value in _environment(settings).items()]
     mtp = project == "verl" and "--speculative-algorithm=EAGLE" in arguments
     if mtp:
         lines += [_VERL_MTP.format(name, True) for name in ("enable", "enable_rollout")]
@@ -74,7 +74,7 @@ def for_project(
         name, _, value = argument.removeprefix("--").partition("=")
         if not name.startswith(("speculative-", "sampling-")):
             continue
-        form = _VERL_MTP if mtp and name.endswith(_IN_VERL_MTP) else option
+        form = _VERL_MTP if mtp and name.endswith(_IN_VERL_MTP) else option_form
         if project == "verl":  # Hydra: Python names, and a value even for a flag
             name = name.replace("-", "_")
             value = value or "True"

@@ -26,6 +26,7 @@ def register() -> None:
     """Activate the plugin if RLSPEC_SGLANG is set.
 
     Ends the process with one line if that fails: SGLang would log an exception and serve without the plugin.
+    Not safe to repeat: routes and hooks would come twice. SGLang's `load_plugins` calls it once a process.
     """
     if "RLSPEC_SGLANG" not in os.environ:
         return
@@ -63,7 +64,8 @@ def _register(settings: Settings) -> None:
         )
     if settings.architectures:
         _register_models(settings.architectures)
-    # Hooks and commands read this global at every round. It must have the settings before any of them runs.
+    # Hooks and commands read this global at every round, always through its module. It must have the settings before
+    # any of them runs.
     decisions.decider = decisions.Decider(settings)
     from megatron_rlspec.rollout.sglang.scheduler.controller import DraftController
 
@@ -76,7 +78,9 @@ def _register(settings: Settings) -> None:
     # the tests compare all names with each version of SGLang.
     hooks = [*control.hooks(settings), *verifier.hooks(settings), *coupled.hooks(settings)]
     hooks += ragged.hooks(settings)
-    hooks.append(("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", _check, "BEFORE"))
+    hooks.append(
+        ("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", _refuse_options, "BEFORE")
+    )
     for target, hook, kind in (*hooks, *sglang.hooks()):
         HookRegistry.register(target, hook, HookType[kind])
     if settings.loopback:
@@ -84,11 +88,11 @@ def _register(settings: Settings) -> None:
     _add_routes()
 
 
-def _check(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
+def _refuse_options(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """End a server with options that adaptive speculation cannot be combined with, before it starts its processes."""
-    from megatron_rlspec.rollout.sglang.settings import refused
+    from megatron_rlspec.rollout.sglang.settings import why_refused
 
-    if server_args.speculative_adaptive and (reason := refused(server_args)):
+    if server_args.speculative_adaptive and (reason := why_refused(server_args)):
         raise SystemExit(
             f"rlspec: RLSPEC_SGLANG is set with --speculative-adaptive, but {reason}; remove that option, or serve "
             "without drafts (`rlspec serve --spec off`)"

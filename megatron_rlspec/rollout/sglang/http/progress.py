@@ -1,6 +1,6 @@
 """The lines that tell a client the new tokens of a sample that is being generated.
 
-Each token is read once, however many lines are sent. The client's side is `_longer` in `client/engine.py`.
+Each token is read once, however many lines are sent. The client's side is `_with_progress` in `client/engine.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Our routes on SGLang's HTTP server, all below /rlspec. Weights travel as safetensors: nothing sent here is unpickled.
 
-docs/http-api.md describes them; `ROUTES` lists them; `client/engine.py` calls them. Every body and query is checked
-against `schemas.py` before anything reaches a scheduler. Every error is a JSON object with one sentence. All functions
-here run in the event loop of SGLang's HTTP process.
+docs/http-api.md describes them; `ROUTES` lists them; `client/engine.py` calls them. Every JSON body and query is
+checked against `schemas.py`, and every bucket by `bucket_checks.py`, before anything reaches a scheduler. Every error
+is a JSON object with one sentence. All functions here run in the event loop of SGLang's HTTP process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_rlspec.rollout.sglang import ids, schemas
 from megatron_rlspec.rollout.sglang.http import guard, weight_routes
 from megatron_rlspec.rollout.sglang.http.bodies import (
     Handler,
-    answering,
-    control,
-    internal,
+    command_handler,
+    errors_as_json,
+    internal_error,
     manager,
     one_line,
     parsed,
@@ -53,7 +53,7 @@ async def generate(request: Request) -> StreamingResponse:
     """
     body = await parsed(request, schemas.GenerateBody)
     tokenizer = manager()
-    await weight_routes.may_generate()
+    await weight_routes.wait_until_may_generate()
     sizes = tokenizer.model_config.vocab_size, tokenizer.context_len, tokenizer.num_reserved_tokens
     schemas.check_batch(body, *sizes)
     if tokenizer.tokenizer is None and any(sample.sampling.stop for sample in body.requests):
@@ -115,6 +115,7 @@ async def _lines(
 ) -> AsyncIterator[bytes]:
     """Generate all samples at once, and yield their lines as they come, as JSON.
 
+    requests  with distinct ids (`schemas.check_batch`)
     finished  by id, for requests with `begun`: what `_finish_of_begun` returned
     """
     lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -134,7 +135,7 @@ async def _lines(
             yield json.dumps(line, allow_nan=False).encode() + b"\n"
     except Exception as error:
         logger.exception("rlspec: a stream of samples ended early")
-        yield json.dumps({"error": internal(error)}).encode() + b"\n"
+        yield json.dumps({"error": internal_error(error)}).encode() + b"\n"
     finally:
         # Also reached when the client has disconnected: end the requests whose samples it no longer reads.
         for rid, task in tasks.items():
@@ -156,9 +157,9 @@ async def _put_lines(
     """
     try:
         if finished is not None:
-            nothing: list[int] = []  # after the tokens in `begun`
+            no_tokens: list[int] = []  # after those in `begun`
             line = dict.fromkeys(
-                ("output_ids", "logprobs", "weight_versions", "accepted", "drafted"), nothing
+                ("output_ids", "logprobs", "weight_versions", "accepted", "drafted"), no_tokens
             )
             lines.put_nowait({"id": sample.id, "finish": finished, **line})
             return
@@ -176,7 +177,7 @@ async def _put_lines(
         )
     except Exception as error:
         logger.exception("rlspec: request %s failed", sample.id)
-        lines.put_nowait({"id": sample.id, "error": internal(error)})
+        lines.put_nowait({"id": sample.id, "error": internal_error(error)})
 
 
 async def _generated_lines(
@@ -199,7 +200,7 @@ async def _generated_lines(
         return_logprob=True,
         logprob_start_len=-1,  # none of the prompt's
     )
-    began = _sglang.weight_version(manager())
+    first_version = _sglang.weight_version(manager())
     sent = Progress()
     async for answer in manager().generate_request(message, None):
         meta = answer["meta_info"]
@@ -211,11 +212,11 @@ async def _generated_lines(
         )
         if finish is None:
             # SGLang names the weights of a token when its sample ends. Until then they are known only before a push.
-            if _sglang.weight_version(manager()) == began:
+            if _sglang.weight_version(manager()) == first_version:
                 # A retracted sample is prefilled once more.
                 line = sent.line(tokens, entries, marks, 1 + meta["num_retractions"])
                 if line is not None:
-                    yield line | {"version": began}
+                    yield line | {"version": first_version}
             continue
         # SGLang itself aborted the sample. Without `stream` it raises this exception; with `stream` it only answers.
         if finish["type"] == "abort" and finish.get("status_code"):
@@ -230,7 +231,7 @@ async def _generated_lines(
             # Without spans, a sample that was running during a push counts as generated under the older weights.
             "weight_versions": meta["weight_versions"]
             if _sglang.spans
-            else [{"version": began, "start": 0, "end": len(tokens)}],
+            else [{"version": first_version, "start": 0, "end": len(tokens)}],
             "accepted": meta.get("spec_correct_drafts_histogram", []),
             "drafted": marks,
         }
@@ -254,7 +255,10 @@ async def abort(request: Request) -> JSONResponse:
 
 ROUTES: dict[str, Handler] = {
     # One route for each command of `scheduler/control.py` that clients may give.
-    **{f"control/{name}": control(name, schema) for name, schema in schemas.COMMANDS.items()},
+    **{
+        f"control/{name}": command_handler(name, schema)
+        for name, schema in schemas.COMMANDS.items()
+    },
     "generate": generate,
     "abort": abort,
     "weights/begin": weight_routes.begin,
@@ -275,6 +279,6 @@ def add_routes(app: FastAPI) -> None:
     """
     for path, handler in ROUTES.items():
         app.add_api_route(
-            f"/rlspec/{path}", answering(handler), methods=["POST"], response_model=None
+            f"/rlspec/{path}", errors_as_json(handler), methods=["POST"], response_model=None
         )
     guard.close_to_other_sites(app)

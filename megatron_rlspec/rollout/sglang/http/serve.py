@@ -47,13 +47,13 @@ from megatron_rlspec.rollout.sglang.http.launch_command import (
     for_project,
     shell_commands,
 )
-from megatron_rlspec.rollout.sglang.settings import KEY, Settings, known_key
+from megatron_rlspec.rollout.sglang.settings import KEY, Settings, given_or_environment_key
 from megatron_rlspec.speculation import graphs
 from megatron_rlspec.speculation.graphs import chains
 from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 
 # Set by torchrun and cluster launchers; SGLang would use them for its own process group.
-_DISTRIBUTED = {
+_LAUNCHER_VARIABLES = {
     "GROUP_RANK",
     "GROUP_WORLD_SIZE",
     "LOCAL_RANK",
@@ -72,8 +72,9 @@ _CPU_ARGUMENTS = [
     "--grammar-backend=none",
     "--sleep-on-idle",  # An idle scheduler would otherwise spin on a core that the trainer needs.
 ]
-# SGLang's options that are refused with drafts. `settings.refused` refuses the same in SGLang's own server: keep equal.
-_WITHOUT_DRAFTS = (
+# SGLang's options that are refused with drafts. `settings.why_refused` refuses the same in SGLang's own server:
+# keep equal.
+_REFUSED_WITH_DRAFTS = (
     "--enable-mixed-chunk",
     "--disaggregation-mode",
     "--speculative-use-rejection-sampling",
@@ -199,7 +200,7 @@ def parsed(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     options, rest = command.parse_known_args(argv)
     # SGLang accepts abbreviated options. It would read a shortened option of ours as its own, past our checks.
     command.refuse_typos(rest)
-    options.api_key = known_key(options.api_key)
+    options.api_key = given_or_environment_key(options.api_key)
     return options, rest
 
 
@@ -214,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     model_name = Path(options.model).name or options.model
     check(options, parser().get_default)
     for text in rest:
-        if options.spec != "off" and text.startswith(_WITHOUT_DRAFTS):
+        if options.spec != "off" and text.startswith(_REFUSED_WITH_DRAFTS):
             raise ConfigError(
                 f"{text}: not supported with drafts; remove it, or serve with --spec off"
             )
@@ -242,7 +243,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, interface in _INTERFACES.items():
             os.environ.setdefault(name, interface)
     for name in list(os.environ):
-        if name in _DISTRIBUTED or name.startswith("TORCHELASTIC_"):
+        if name in _LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     settings = dataclasses.replace(
         settings,
@@ -300,6 +301,8 @@ def arguments_for(
     options: argparse.Namespace, device: str
 ) -> tuple[list[str], Settings, dict[str, Any]]:
     """Return SGLang's command line, the plugin's settings, and the content of --speculative-adaptive-config.
+
+    Call it after `check`, with --dtype filled in.
 
     The last one (`_slots`) is {} without drafts. Raises ConfigError for step counts that cannot be. Writes nothing.
     """
@@ -403,12 +406,12 @@ def _slots(options: argparse.Namespace, steps: Sequence[int]) -> dict[str, Any]:
 
 
 def _hf_config(model: str) -> dict[str, Any]:
-    """Return config.json of a model directory, which `check` has found."""
+    """Return config.json of a local model directory; `check` has looked that there is one."""
     return json.loads((Path(model) / "config.json").read_text())
 
 
 def tensor_parallel(rest: Sequence[str]) -> str:
-    """Return the tensor-parallel size among SGLang's own options, as it is written there; "1" without one.
+    """Return the first tensor-parallel size among SGLang's own options, as it is written there; "1" without one.
 
     `commands/answer.py` also calls this, with the words of `rollout.engine_options`.
     """
@@ -434,7 +437,7 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
     config = _hf_config(options.model)
     config = config.get("text_config", config)
     try:
-        words = DraftVocabulary(
+        token_ids = DraftVocabulary(
             options.draft_vocabulary, config["vocab_size"], ends_of_text(options.model)
         ).ids()
     except ValueError as error:
@@ -442,7 +445,7 @@ def _token_map(options: argparse.Namespace, rest: list[str]) -> str:
     import torch
 
     path = _scratch() / "token_map.pt"
-    torch.save(words.tolist(), path)
+    torch.save(token_ids.tolist(), path)
     return str(path)
 
 
@@ -462,7 +465,7 @@ def _device(wanted: str) -> str:
 
 
 def _install_stand_ins() -> None:
-    """Make SGLang importable without its compiled packages. Call it before SGLang is imported."""
+    """Make SGLang importable without two packages (`cpu/stand_ins.py`). Call it before SGLang is imported."""
     from megatron_rlspec.rollout.sglang.cpu import stand_ins
 
     names = stand_ins.install()
@@ -505,7 +508,7 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
         after_start.insert(0, require_key(http_server.app, options.api_key))
     http_server.launch_server(
         prepare_server_args(["--log-level=warning", *arguments]),
-        execute_warmup_func=lambda _: _listening(client),
+        execute_warmup_func=lambda _: _wait_until_listening(client),
         launch_callback=lambda: [act() for act in after_start],
     )
 
@@ -548,7 +551,7 @@ def _architectures(*paths: str) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name in FAMILIES and FAMILIES[name].sglang_files))
 
 
-def _listening(client: SGLangEngine) -> bool:
+def _wait_until_listening(client: SGLangEngine) -> bool:
     """Wait until the server listens; runs in SGLang's warm-up thread. Returns True, SGLang's sign of success.
 
     It replaces SGLang's warm-up, which generates tokens, and marks the server as ready as that does.
@@ -574,7 +577,10 @@ def _url(options: argparse.Namespace) -> str:
 
 
 def _confirm(options: argparse.Namespace, client: SGLangEngine) -> None:
-    """End the engine if the plugin is not active. SGLang only logs the failure of a plugin and continues without it."""
+    """Print that the engine is ready, or end it if the plugin is not active; runs in SGLang's warm-up thread.
+
+    SGLang only logs the failure of a plugin and continues without it.
+    """
     try:
         answer = client.describe()
         if options.spec != "off" and not answer.get("rule"):
@@ -583,7 +589,7 @@ def _confirm(options: argparse.Namespace, client: SGLangEngine) -> None:
         print(f"rlspec serve: plugin not in force: {error}", flush=True)
         from sglang.srt.utils import kill_process_tree
 
-        # Also kills this process, so the lines below need a good answer.
+        # Also kills this process. So the lines below run only with an answer of an active plugin.
         kill_process_tree(os.getpid())
     _treat_interrupt_as_terminate()
     print(f"rlspec serve: {in_force(answer)}", flush=True)

@@ -2,7 +2,7 @@
 
 Two rules hold here that SGLang's own sessions do not have. An update belongs to the client that began it: `begin` makes
 a token, and every other request of the update names it. After an update that did not reach `end` the weights mix two
-versions, so the engine generates nothing until a later update has sent the same tensors again.
+versions, so the engine generates nothing until a later update of all weights has sent the same tensors again.
 
 `weight_routes.py` has the only `WeightsState` of an engine, and calls it under its lock.
 """
@@ -38,6 +38,8 @@ class Update:
 class WeightsState:
     """Whether an engine's weights are one version.
 
+    `mark_sent`, `end` and `abandon` take the open update, as `update_of` returned it. They do not check it.
+
     update     the open update; None if there is none
     why_mixed  why nothing may be generated: an unfinished update left a mixture of versions; "" if none did
     """
@@ -52,7 +54,7 @@ class WeightsState:
     def check_not_mixed(self) -> None:
         """Raise Refusal while the weights are a mixture of versions.
 
-        It does not see an open update: `weight_routes.may_generate` waits for its end first.
+        It does not see an open update: `weight_routes.wait_until_may_generate` waits for its end first.
         """
         if self.why_mixed:
             raise Refusal(409, f"{self.why_mixed}; push all of them, with scope=all")

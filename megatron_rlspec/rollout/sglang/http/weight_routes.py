@@ -5,7 +5,7 @@ a wrong name or shape is refused before a tensor is written, and no mixture of t
 
 The order of requests is begin, then buckets (`bucket`, `handle`, or `join` and `receive`), then `end` or `abandon`. The
 other side is `client/engine.py` and `client/transport.py`; docs/http-api.md describes the bodies. All functions here
-run in the event loop of SGLang's HTTP process.
+run in the event loop of SGLang's HTTP process, but `_check_reachable`, which blocks and so runs in a thread.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _no_update_open.set()
 _served: list[ServedTensors] = []  # the answer of `_served_tensors`, once it was asked; at most one
 
 
-async def may_generate() -> None:
+async def wait_until_may_generate() -> None:
     """Wait for the end of an open update. Raises Refusal after `_UPDATE_SECONDS`, or if the weights are a mixture."""
     with suppress(TimeoutError):
         await asyncio.wait_for(_no_update_open.wait(), _UPDATE_SECONDS)
@@ -120,7 +120,7 @@ async def begin(request: Request) -> JSONResponse:
     async with _lock:
         if weights.update is not None:
             await _give_up(weights.update, f"another one began, to version {query.version}")
-        # Before the engine is paused: from here on `may_generate` lets no new request in.
+        # Before the engine is paused: from here on `wait_until_may_generate` lets no new request in.
         update = weights.begin(query.scope, query.version)
         _no_update_open.clear()
         try:

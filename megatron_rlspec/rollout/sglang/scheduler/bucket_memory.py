@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_rlspec.push.bucket import sizes_of, unpacked
-from megatron_rlspec.rollout.sglang.gpu_memory import copied
+from megatron_rlspec.rollout.sglang.gpu_memory import copy_from_handle
 from megatron_rlspec.rollout.sglang.schemas import HandleBody
 
 WORKER = "sglang.srt.managers.tp_worker.BaseTpWorker.deserialize_own_rank"
@@ -38,7 +38,7 @@ def read(original: Callable, worker: Any, payloads: Sequence[bytes]) -> Any:
         asked = json.loads(payloads[0][len(_MAGIC) :])
         handle = asked.pop("handle")
         size = sum(sizes_of(asked["dtypes"], asked["shapes"]))
-        return unpacked(copied(handle, size, device), **asked)
+        return unpacked(copy_from_handle(handle, size, device), **asked)
     message = original(worker, payloads)
     if isinstance(message, dict) and "flattened_tensor" in message:
         message["flattened_tensor"] = _on_device(message["flattened_tensor"], device)
