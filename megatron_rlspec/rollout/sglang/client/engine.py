@@ -96,8 +96,8 @@ class SGLangEngine(Connection):
     ) -> list[Sample]:
         """Generate one sample per request and return them in order. Calls `on_sample` with each finished sample.
 
-        The requests' ids must be distinct. Raises EngineError, whose `begun` has what the unfinished samples had, so that
-        another engine can continue them.
+        The requests' ids must be distinct. Raises EngineError, whose `begun` has what the unfinished samples had, so
+        that another engine can continue them.
         """
         if self._broken:
             raise EngineError(
