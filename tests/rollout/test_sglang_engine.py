@@ -121,13 +121,18 @@ def test_text_does_not_depend_on_speculation(engines: dict[str, SGLangEngine], n
     assert len({tuple(t) for t in texts(plain)}) > 10
     for configs in ((k(3),), SWITCHING) if name == "T=1" else (SWITCHING,):
         engines["adaptive"].stats()
-        with taking_turns(engines["adaptive"], *configs):
-            speculated = engines["adaptive"].generate(asked, sampling)
-        assert texts(speculated) == texts(plain)
-        for a, b in zip(speculated, plain, strict=True):
-            np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-4)
-            assert a.status == b.status
-        used = {s.config for s in engines["adaptive"].stats()}
+        used = set()
+        # A busy machine may finish all samples before the second configuration arrives. Then they are generated again.
+        for _ in range(20):
+            with taking_turns(engines["adaptive"], *configs):
+                speculated = engines["adaptive"].generate(asked, sampling)
+            assert texts(speculated) == texts(plain)
+            for a, b in zip(speculated, plain, strict=True):
+                np.testing.assert_allclose(a.behaviour_logprobs, b.behaviour_logprobs, atol=2e-4)
+                assert a.status == b.status
+            used |= {s.config for s in engines["adaptive"].stats()}
+            if len(used) >= min(len(configs), 3):
+                break
         assert used <= set(configs) and len(used) >= min(len(configs), 3)
 
 
