@@ -2,11 +2,11 @@
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_rlspec.rollout.sglang.client.engine import SGLangEngine
-from megatron_rlspec.types import SpecConfig
+from megatron_rlspec.types import Sample, SpecConfig
 
 
 @contextmanager
@@ -28,3 +28,23 @@ def taking_turns(engine: SGLangEngine, *configs: SpecConfig) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def generate_in_turns(
+    engine: SGLangEngine, configs: Sequence[SpecConfig], generate: Callable[[], list[Sample]]
+) -> Iterator[list[Sample]]:
+    """Yield the samples of `generate()` while the configurations take turns, until three of them, or all, were used.
+
+    A busy machine may finish all samples before the second configuration arrives. Then they are generated again.
+    """
+    least = min(len(configs), 3)
+    used = set()
+    engine.stats()
+    for _ in range(20):
+        with taking_turns(engine, *configs):
+            samples = generate()
+        used |= {stats.config for stats in engine.stats()}
+        yield samples
+        if len(used) >= least:
+            break
+    assert used <= set(configs) and len(used) >= least
