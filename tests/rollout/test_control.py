@@ -55,9 +55,9 @@ def test_a_rule_set_during_a_hold_is_stored_and_two_holds_need_one_release(decid
     control._hold(None, "push")
     control._set_spec_rule(None, {"roofline": Roofline.of_layers(12).to_json()})
     control._set_config(None, 1)
-    assert chosen(decider) == OFF and decider.held == "push"
+    assert chosen(decider) == OFF and decider.why_held == "push"
     control._release(None)
-    assert chosen(decider) == SpecConfig(1) and not decider.held
+    assert chosen(decider) == SpecConfig(1) and not decider.why_held
 
 
 def test_a_sharpness_that_no_round_can_take_is_refused_at_once(decider):
@@ -107,7 +107,7 @@ def test_weights_under_attention_data_parallelism_are_checked_by_delivery(argume
     monkeypatch.setattr(served_weights, "parallel", lambda: SimpleNamespace(pp_size=1))
     given = {"dp_size": 1, "enable_eplb": False, "ep_num_redundant_experts": 0} | arguments
     with pytest.raises(served_weights.UnnamedError, match="under attention data parallelism"):
-        list(served_weights.of_scheduler(SimpleNamespace(server_args=SimpleNamespace(**given))))
+        list(served_weights.parts_of_scheduler(SimpleNamespace(server_args=SimpleNamespace(**given))))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

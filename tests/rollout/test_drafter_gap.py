@@ -21,7 +21,7 @@ class Feeding(DrafterGap):
         self.passes.append(len(read.tokens))
         assert len(set(read.behind)) == len(read.behind) and sum(read.sizes) == len(read.tokens) == len(read.hidden)
         at = 0
-        for i, start, size, after in zip(read.behind, read.starts, read.sizes, read.following.tolist(), strict=True):
+        for i, start, size, after in zip(read.behind, read.starts, read.sizes, read.next_tokens.tolist(), strict=True):
             tokens, hidden = read.tokens[at : at + size].tolist(), read.hidden[at : at + size, 0].tolist()
             rows = zip(range(start, start + size), tokens, hidden, [*tokens[1:], after], strict=True)
             self.fed.setdefault(batch.reqs[i].rid, []).extend(rows)
@@ -45,7 +45,7 @@ class Requests:
         for rid in rids:
             self.length[rid] = self.seen[rid] = length
         if self.gap.open:
-            self.gap.forget(self.reqs(rids))
+            self.gap.mark_read(self.reqs(rids))
 
     def reqs(self, rids=None):
         return [SimpleNamespace(rid=rid) for rid in (self.length if rids is None else rids)]

@@ -69,7 +69,7 @@ def test_every_engine_that_drafts_can_be_held_and_no_rule_gets_a_choice_by_that(
     decider.set_config(chosen[-1])
     decider.hold("a bad push")
     assert decider.choose(4, 100, lambda n: 0)[0] == OFF
-    decider.held = ""
+    decider.why_held = ""
     assert decider.choose(4, 100, lambda n: 0)[0] == chosen[-1]
 
 

@@ -103,7 +103,7 @@ def test_a_request_accepts_no_draft_that_was_not_verified(monkeypatch: pytest.Mo
     chosen = ragged.Chosen(torch.zeros(3, 2), LENGTHS, NODES // 3, NODES)
     accepted, tokens, output = accepted_of(chosen, monkeypatch)
     assert accepted == [0, 1, 2] and tokens == [[11], [21, 22], [31, 32, 33]]
-    assert chosen.even(output.hidden_states)[:, 0].tolist() == [0, 0, 0, 1, 2, 0, 3, 4, 5]
+    assert chosen.to_even_rows(output.hidden_states)[:, 0].tolist() == [0, 0, 0, 1, 2, 0, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("row", "tokens"), [(0, [11, 0]), (1, [21, 22, 0])])
@@ -135,8 +135,8 @@ def test_engines_that_take_even_rounds_only_say_why(monkeypatch: pytest.MonkeyPa
     sampler = SimpleNamespace(SGLANG_RETURN_ORIGINAL_LOGPROB=False)
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.sampler", sampler)
     for attention in ("FlashAttentionBackend", "IntelAMXAttnBackend"):
-        assert ragged.unsupported(runner(attention)) == ""
+        assert ragged.why_unsupported(runner(attention)) == ""
     for why, engine in REFUSED.items():
-        assert why in ragged.unsupported(engine)
+        assert why in ragged.why_unsupported(engine)
     sampler.SGLANG_RETURN_ORIGINAL_LOGPROB = True
-    assert "original log-probs" in ragged.unsupported(runner("FlashAttentionBackend"))
+    assert "original log-probs" in ragged.why_unsupported(runner("FlashAttentionBackend"))

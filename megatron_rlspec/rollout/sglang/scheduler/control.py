@@ -3,8 +3,10 @@
 Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form. Each command takes and
 returns a JSON object. Under tensor parallelism every rank executes it, in the scheduler's thread, between two rounds.
 
-The web process sends them: `http/bodies.py` builds the request, and `COMMANDS` in `schemas.py` checks the arguments, so
-a command's parameters have the names there. docs/http-api.md has the answers.
+The web process sends them: `http/bodies.py` builds the request, and `COMMANDS` in `schemas.py` checks the arguments of
+all but `stamp`. A command's parameters have the names of the fields there. docs/http-api.md has the answers.
+
+The hooks at the end of the file record each decode round, and mark in each answer which tokens were drafts.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ from megatron_rlspec.rollout.sglang.scheduler.served_weights import (
     UnnamedError,
     fingerprints,
     models_of,
-    of_scheduler,
+    parts_of_scheduler,
 )
 from megatron_rlspec.rollout.sglang.settings import DRAFTED, Settings
 from megatron_rlspec.types import OFF, SpecConfig
 
 METHOD = "rlspec"  # tells our requests from SGLang's own
 logger = logging.getLogger(__name__)
-# of this process; the keys are those of the answer of `delivered`
+# Of this process. The keys are those of the answer of `delivered`, in the order of `models_of`.
 _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
 
 
@@ -59,6 +61,8 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
     def start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.rlspec_settings = settings
+        # SGLang calls hooks of one method in the order of registration, so `draft_vocabulary._after_start` wraps the
+        # drafter's loader after this.
         _watch_loaders(scheduler)
         logger.info("rlspec: %s", in_force(_describe(scheduler)))
 
@@ -101,8 +105,10 @@ def _handle(original: Callable, scheduler: Any, request: Any) -> Any:
 def merge(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the answers of an engine's data-parallel ranks into one; called in the web process.
 
-    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Any other
-    command does the same on every rank, so the first rank's answer is enough.
+    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Of any other command
+    the first rank's answer is returned. For `progress` and `spec_rule_report` the others may differ from it.
+
+    answers  one for each data-parallel rank, at least one
     """
     if command in ("stats", "recent_rounds"):
         return {"rounds": [row for answer in answers for row in answer["rounds"]]}
@@ -151,8 +157,8 @@ def _describe(scheduler: Any) -> dict[str, Any]:
         "max_running_requests": scheduler.max_running_requests,
         "draft_vocabulary": draft_vocabulary.size(worker),
         "eagle3": eagle3.describe(scheduler),
-        "held": decisions.decider.held,
-        "even": decisions.decider.even,
+        "held": decisions.decider.why_held,
+        "even": decisions.decider.why_even,
         "unnamed": scheduler.rlspec_unnamed,
         "nccl_cumem_enable": os.environ.get(MUST_AGREE, ""),
         "rule": decisions.decider.name,
@@ -176,9 +182,10 @@ def _kernels(settings: Settings, runner: Any) -> str:
 
 
 def _stamp(scheduler: Any, version: str) -> None:
-    """End an update of weights: drop what older weights computed, and remember the new version.
+    """End an update of weights: drop the cached prefixes of older weights, and remember the new version.
 
-    Raises ValueError while requests run. `http/weight_routes.py` takes them off the batch before an update.
+    Raises ValueError while requests run, and then the version stays. `http/weight_routes.py` takes requests off the
+    batch before an update.
     """
     if not scheduler.flush_cache():
         raise ValueError("requests are running, so the cache of older weights was not dropped")
@@ -202,7 +209,7 @@ def _hold(scheduler: Any, reason: str) -> None:
 
 
 def _release(scheduler: Any) -> None:
-    decisions.decider.held = ""
+    decisions.decider.why_held = ""
 
 
 def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
@@ -213,7 +220,7 @@ def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
 
 
 def _stats(scheduler: Any) -> dict[str, Any]:
-    """Return the sums of the rounds since the last call, and forget them."""
+    """Return the sums of the rounds since the last call, whoever made it, and forget them."""
     return {"rounds": [asdict(s) for s in rounds.take()]}
 
 
@@ -223,6 +230,8 @@ def _progress(scheduler: Any) -> dict[str, Any]:
     running  rows (request id, prompt tokens, context tokens, tokens per verify round), the fields of `RunningSample`
     waiting  requests
     version  of the weights
+
+    Raises NotImplementedError before SGLang 0.5.23, whose schedulers do not know the version.
     """
     running = []
     for request in scheduler.collect_inflight_reqs():
@@ -255,10 +264,12 @@ def _fingerprints(scheduler: Any) -> dict[str, Any]:
 def _watch_loaders(scheduler: Any) -> None:
     """From now on, record the tensors that the models' loaders are given. Sets two attributes of the scheduler.
 
+    Call it once: each call wraps the loaders again.
+
     rlspec_unnamed    why pushes are checked by what the loaders were given; "" if by what the engine holds
     rlspec_remembers  whether fingerprints of what the loaders were given are remembered, for the command `delivered`
     """
-    unnamed = _unnamed(scheduler)
+    unnamed = _why_unnamed(scheduler)
     scheduler.rlspec_unnamed = unnamed
     # Before the loaders are watched: the last wrapper of a loader sees the tensors first, with the names of the push.
     if eagle3.draft_worker(scheduler):
@@ -275,10 +286,10 @@ def _watch_loaders(scheduler: Any) -> None:
             deliveries.watch(model, fingerprints=scheduler.rlspec_remembers)
 
 
-def _unnamed(scheduler: Any) -> str:
+def _why_unnamed(scheduler: Any) -> str:
     """Return why weights cannot be read under their checkpoint's names; "" if they can."""
     try:
-        list(of_scheduler(scheduler))
+        list(parts_of_scheduler(scheduler))
     except UnnamedError as error:
         return str(error)
     return ""
@@ -298,7 +309,7 @@ def _shapes(scheduler: Any) -> dict[str, Any]:
     family's name table. Read by `http/weight_routes.py` and `client/engine.py`.
     """
     unnamed = scheduler.rlspec_unnamed
-    parts = [] if unnamed else list(of_scheduler(scheduler))
+    parts = [] if unnamed else list(parts_of_scheduler(scheduler))
     return {
         "shapes": {part.name: list(part.shape) for part in parts},
         "drafter": _drafter_names(scheduler)
@@ -356,11 +367,13 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
             else SpecConfig(result.speculative_num_draft_tokens - 1)
         )
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
-    # Indices of the requests that count. Also before that, because SGLang then ends requests.
+    # Indices of the requests that count. Also before SGLang processes the results, because it ends requests then.
     running = []
     for i, request in enumerate(batch.reqs):
         if not (request.finished() or request.is_retracted):
             running.append(i)
+    # It waits for the copies to the host, and fills `num_correct_drafts_per_req_cpu`. So tensors of `ran` (`verified`,
+    # `logq`) and accepted counts must not be read before.
     returned = original(processor, batch, result)
     if not running:
         rounds.interrupt()
@@ -383,7 +396,8 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
 def _mark_drafts(request: Any, accepted: int) -> None:
     """Append one mark for each output token of a round, 1 for a draft, before SGLang sends the round's tokens.
 
-    A round gives `accepted` drafts and then one token of the target's own. `client/engine.py` reads the marks.
+    A round gives `accepted` drafts and then one token of the target's own. SGLang adds them to `output_ids` after this.
+    `http/routes.py` and `integrations/slime/acceptance.py` read the marks.
     """
     marks = _marks(request)
     # Earlier tokens without a mark are no drafts.

@@ -1,7 +1,7 @@
 """Decide before every decode round, in place of SGLang's adaptive controller, and run rounds without drafter passes.
 
-This file imports SGLang, so only `http/plugin.py` imports it, in SGLang's own processes. The base class has no
-module-level name here, because SGLang's hooks rebind every module-level name of a class that they replace.
+This file imports SGLang, so only `http/plugin.py` imports it, in SGLang's own processes. Do not import the base class
+by name: when SGLang's hooks replace a class, they rebind every module-level name of it, here, too.
 
 SGLang calls the controller when it launches a round. The overlap scheduler launches a round before it processes the one
 before. So request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch late.
@@ -36,14 +36,16 @@ logger = logging.getLogger(__name__)
 
 
 def _none_missed(_: int) -> int:
-    """Stand for `DrafterGap.missed` while no drafter is behind."""
+    """Return 0: stands for `DrafterGap.missed` while no drafter is behind."""
     return 0
 
 
 class DraftController(adaptive_runtime_state.AdaptiveController):
     """SGLang's AdaptiveController with our decision. SGLang's rule still lists the candidates and sizes the graphs.
 
-    It wraps two methods of the `EAGLEWorkerV2` that it belongs to, and the scheduler's thread calls all of its own.
+    It wraps `forward_batch_generation` of its `EAGLEWorkerV2`, and `_draft_extend_for_decode` of that worker's
+    `EagleDraftWorker`. `CoupledDrafts` wraps the second one earlier, so the call goes through this class first. The
+    scheduler's thread calls all methods.
     """
 
     def __init__(self, worker: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +60,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         # The round that is being launched, as `_decide` leaves it:
         self._batch: Any = None  # SGLang's `ScheduleBatch`
         self._config = SpecConfig(worker.speculative_num_steps)
-        # indices of the requests whose drafter has caught up; None: all
+        # indices of the requests whose drafter has caught up; None: all, or a round without drafts
         self._drafting: list[int] | None = None
         self._caught_up = 0.0  # seconds that catching up took
         self._context = 0  # tokens of all its requests
@@ -73,29 +75,35 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
     def init_states(self, *args: Any, **kwargs: Any) -> None:
         """Build the runtime state and graphs of every step count, then tell the decider what these allow."""
         super().init_states(*args, **kwargs)
-        # Only now does the target's `ModelRunner` have its attention, which `unsupported` reads.
-        if not decisions.decider.even:
-            decisions.decider.even = ragged.unsupported(ragged.present.runner)
-            if decisions.decider.even:
-                logger.warning("rlspec: rounds are even: %s", decisions.decider.even)
+        # Only now does the target's `ModelRunner` have its attention, which `why_unsupported` reads.
+        if not decisions.decider.why_even:
+            decisions.decider.why_even = ragged.why_unsupported(ragged.present.runner)
+            if decisions.decider.why_even:
+                logger.warning("rlspec: rounds are even: %s", decisions.decider.why_even)
         sglang = versions.installed()
         captured = {steps: sglang.captured(self, steps) for steps in self.candidate_steps}
         decisions.decider.limit(captured, self.worker.speculative_num_steps)
 
     def activate_step_by_batch(self, batch_size: int) -> None:
-        """Decide, unless `_round` has decided already. SGLang calls it before a decode round."""
+        """Decide, unless `_round` has decided already. SGLang calls it once in each decode round, inside `_forward`."""
         if not self._decided:
             self._decide(batch_size)
         self._decided = False
 
     def _decide(self, batch_size: int) -> None:
-        """Choose the round's configuration, let drafters catch up for it, and put SGLang's state for it in place."""
+        """Choose the round's configuration, let drafters catch up for it, and put SGLang's state for it in place.
+
+        Call it once for each round: the rule counts calls. Collective over the tensor-parallel ranks, since drafters
+        may catch up in it.
+        """
         reqs = self._batch.reqs
         gap = self.gap
         self._caught_up = 0.0
-        if reqs:  # without requests the configuration stays
+        if (
+            reqs
+        ):  # Without requests the configuration stays, and with it what the last round left here.
             self._context = sum(r.seqlen for r in reqs)
-            self._plain = plain_round.asks_no_more(self._batch)
+            self._plain = plain_round.needs_no_verify_path(self._batch)
             missed = partial(gap.missed, reqs) if gap.open else _none_missed
             # Drafts would change the text of a penalised request.
             if decisions.decider.can_hold and plain_round.penalised(self._batch):
@@ -105,26 +113,31 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             # A round with drafts needs drafters that have read what they missed.
             closing = gap.open and not self._config.off
             self._drafting = self._catch_up(n) if closing else None
+        # After catching up, and before the round's tensors are made: they have the shapes of this step count.
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
         self._begin_ragged(batch_size)
 
     def _begin_ragged(self, batch_size: int) -> None:
-        """Say how many drafts the round verifies.
+        """Tell `ragged.present` how many drafts the round verifies.
 
-        It verifies all of them if a drafter has not caught up: random drafts have no q to choose by.
+        It verifies all of them if a drafter has not caught up: random drafts have no q to choose by. Call it before
+        every round, also before an even one: otherwise `ragged.present` would keep the nodes of the round before.
         """
-        rule = decisions.decider.choosing
+        rule = decisions.decider.ragged_rule
         drafting = self._config.num_steps > 0 and self._drafting is None
-        if not (rule and drafting and self._plain and ragged.asks_no_more(self._batch)):
-            ragged.present.even()
+        if not (rule and drafting and self._plain and ragged.can_sample_packed(self._batch)):
+            ragged.present.begin_even()
             return
         assert rule.selection is not None
         most = batch_size * self._config.num_steps
         ragged.present.begin(rule.drafts(batch_size), most, rule.selection, self._batch)
 
     def _catch_up(self, n: int) -> list[int] | None:
-        """Let the drafters of the n requests that are least behind read what they missed. Returns `_drafting`."""
+        """Let the drafters of the n requests that are least behind read what they missed. Returns `_drafting`.
+
+        Collective over the tensor-parallel ranks: all must call it with the same n.
+        """
         device = self._batch.seq_lens.device
         # Wait for the round before, so that its time does not count as time of catching up.
         if device.type == "cuda":
@@ -141,7 +154,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
         scheduler the present one may be another.
         """
-        if decisions.decider.stock and not decisions.decider.held:
+        if decisions.decider.stock and not decisions.decider.why_held:
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
 
     def _round(self, batch: Any, on_publish: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -152,8 +165,9 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         self._batch = batch
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch or not batch.reqs:
             if self.gap.open:  # In SGLang's prefill the drafter reads all tokens of these requests.
-                self.gap.forget(batch.reqs)
+                self.gap.mark_read(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
+        # SGLang's loop decides in the middle of `_forward`. A plain round does not call that, so it is decided before.
         self._decide(len(batch.reqs))
         if self._config.off and self._plain and plain_round.possible(self.worker):
             result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)

@@ -9,8 +9,8 @@ SGLang takes the argmax of the drafter's logits in three places:
 - after the prefill, and after each round's pass over the accepted tokens. There the hooks choose the draft again, from
   the logits of that pass.
 - in the loop over further drafts, which CUDA graphs capture. There the hooks replace the logits by others whose argmax
-  is the draft. A graph reads its inputs at fixed addresses. So seeds, temperatures and the sharpness s are copied into
-  buffers before each round.
+  is the draft. A graph reads its inputs at fixed addresses. So seeds, temperatures, top-k and the sharpness s are
+  copied into buffers before each round.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Rows:
     sharpness: Tensor
     info: Any = None
 
-    def first(self, rows: int, info: Any) -> _Rows:
+    def leading(self, rows: int, info: Any) -> _Rows:
         """Return views of the first `rows` rows, with `info`."""
         columns = {name: getattr(self, name)[:rows] for name in BUFFERED}
         return _Rows(**columns, info=info)
@@ -87,9 +87,11 @@ class _Rows:
 class CoupledDrafts:
     """Replaces methods of one `EagleDraftWorker` and of its model runner, and calls SGLang's own ones inside.
 
+    Make one for each worker: a second one would wrap the methods of the first.
+
     A round: `_fill_and_draft` fills the buffers and calls SGLang's `draft`. That replays a graph, or runs the loop
-    `_further_drafts`, which calls `_run` for each further draft. After the verification `_after_extend` chooses the
-    first draft of the next round.
+    `_further_drafts`, which calls `_run_model` for each further draft. After the verification `_after_extend` chooses
+    the first draft of the next round.
     """
 
     def __init__(self, drafter: Any) -> None:
@@ -98,23 +100,24 @@ class CoupledDrafts:
         self._buffers: _Rows | None = None
         # the rows of the loop over further drafts while it runs, else None
         self._loop: _Rows | None = None
-        self._step = 0  # passes of that loop so far
-        # log q [rows, MOST_DRAFTS - 1] of the drafts behind the first one, at a fixed address
+        self._step = 0  # passes of that loop so far, which is the column of `_logq` that the next pass writes
+        # log q [rows, MOST_DRAFTS - 1] of the drafts behind the first one, at a fixed address, which graphs write
         self._logq = torch.empty(0)
         self._logits: Any = None  # LogitsProcessorOutput of the drafter's last pass
+        # SGLang's own methods, and ours in their place
         runner = drafter.draft_runner
         self._forward = runner.forward
         self._prefill = drafter._draft_extend_for_prefill
         self._extend = drafter._draft_extend_for_decode
         self._draft = drafter.draft
         self._further = drafter.draft_forward
-        runner.forward = self._run
+        runner.forward = self._run_model
         drafter._draft_extend_for_prefill = self._after_prefill
         drafter._draft_extend_for_decode = self._after_extend
         drafter.draft = self._fill_and_draft
         drafter.draft_forward = self._further_drafts
 
-    def _run(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_model(self, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Wrap a pass of the drafter's model. In the loop over further drafts, replace its logits."""
         result = self._forward(forward_batch, *args, **kwargs)
         self._logits = result.logits_output
@@ -123,7 +126,9 @@ class CoupledDrafts:
             # The drafter at position t predicts the token that the target samples at t + 1, with the noise of t + 1.
             keys = forward_batch.positions[: len(logits)] + 1
             drafts, logq = self._choose(logits, keys, self._loop)
-            if not decisions.decider.even:  # only ragged rounds read log q
+            # Only ragged rounds read log q. `why_even` may be set after graphs were captured; then they write it in
+            # vain.
+            if not decisions.decider.why_even:
                 self._logq[: len(logq), self._step] = logq
                 self._step += 1
             # SGLang takes the argmax of these.
@@ -132,29 +137,33 @@ class CoupledDrafts:
 
     def _after_prefill(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafted = self._prefill(batch, *args, **kwargs)
-        self._first(batch, batch.seq_lens, drafted)
+        self._choose_first(batch, batch.seq_lens, drafted)
         return drafted
 
     def _after_extend(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = self.drafter.cuda_graph_runner_for_draft_extend
-        # A graph's replay does not call `_run`, so its logits are taken here. SGLang has other graphs for each number
-        # of drafts and swaps them, so each is wrapped at its first use. The attribute marks those that are.
+        # A graph's replay does not call `_run_model`, so its logits are taken here. SGLang has other graphs for each
+        # number of drafts and swaps them, so each is wrapped at its first use. The attribute marks those that are.
         if graphs is not None and not hasattr(graphs, "rlspec_execute"):
             graphs.rlspec_execute = graphs.execute
-            graphs.execute = self._remembering(graphs.execute)
+            graphs.execute = self._keeping_logits(graphs.execute)
         returned = self._extend(batch, result, *args, **kwargs)
-        self._first(batch, result.new_seq_lens, result.next_draft_input)
+        self._choose_first(batch, result.new_seq_lens, result.next_draft_input)
         return returned
 
-    def _remembering(self, execute: Callable) -> Callable:
+    def _keeping_logits(self, execute: Callable) -> Callable:
+        """Wrap a graph runner's `execute`, and keep its output in `_logits`."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             self._logits = execute(*args, **kwargs)
             return self._logits
 
         return run
 
-    def _first(self, batch: Any, keys: Tensor, drafted: Any) -> None:
+    def _choose_first(self, batch: Any, keys: Tensor, drafted: Any) -> None:
         """Choose the first draft of each request for the next round. SGLang passes its q on as `topk_p`.
+
+        Reads `_logits`, so no other pass of the drafter may come between its pass and this call.
 
         keys     [B] at least: the position of each request's newest token, at which the target samples the next one
         drafted  SGLang's `EagleDraftInput`, whose drafts are replaced
@@ -163,7 +172,7 @@ class CoupledDrafts:
         rows = _Rows.from_info(batch.sampling_info)
         drafts, logq = self._choose(logits, keys[: len(logits)], rows)
         drafted.topk_index = drafts.to(drafted.topk_index.dtype)
-        if not decisions.decider.even:
+        if not decisions.decider.why_even:
             drafted.topk_p = logq.exp()[:, None].to(drafted.topk_p.dtype)
 
     def _fill_and_draft(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +182,8 @@ class CoupledDrafts:
         for name in BUFFERED:
             values = getattr(rows, name)
             getattr(buffers, name)[: len(values)].copy_(values)
-        first = batch.spec_info.topk_p  # q [B, 1] of the first drafts, by `_first`
+        # q [B, 1] of the first drafts, by `_choose_first`
+        first = batch.spec_info.topk_p
         drafted = self._draft(batch, *args, **kwargs)
         if ragged.present.drafts is not None:
             further = self._logq[: len(first), : self.drafter.speculative_num_steps - 1]
@@ -184,9 +194,10 @@ class CoupledDrafts:
         """Wrap SGLang's loop over further drafts. A graph is captured from it, too."""
         rows = forward_batch.batch_size
         buffers = self._buffers_for(rows, _Rows.from_info(forward_batch.sampling_info))
+        # While a graph is captured, nothing may branch on `info` (`_Rows`).
         in_graph = forward_batch.positions.is_cuda and torch.cuda.is_current_stream_capturing()
         info = None if in_graph else forward_batch.sampling_info
-        self._loop = buffers.first(rows, info)
+        self._loop = buffers.leading(rows, info)
         self._step = 0
         try:
             return self._further(forward_batch)
@@ -194,7 +205,11 @@ class CoupledDrafts:
             self._loop = None
 
     def _buffers_for(self, rows: int, like: _Rows) -> _Rows:
-        """Return the buffers. The first call makes them; later ones must not, since graphs keep the addresses."""
+        """Return the buffers. The first call makes them; later ones must not, since graphs keep the addresses.
+
+        rows  of the batch; the buffers have `max_running_requests` rows, or these if that is more
+        like  any rows, for device and types
+        """
         if self._buffers is None:
             rows = max(rows, self.drafter.draft_runner.max_running_requests)
             self._logq = like.temperatures.new_zeros(rows, MOST_DRAFTS - 1)

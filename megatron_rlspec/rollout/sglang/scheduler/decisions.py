@@ -1,7 +1,8 @@
 """What each decode round in SGLang's scheduler process runs, and why.
 
 Every tensor-parallel rank decides for itself, so a decision may depend only on what all ranks share: batch, context
-lengths, accepted counts, and durations of rounds by the first rank's clock (`shared_times`).
+lengths, tokens that drafters missed, accepted counts, the log q of ragged rounds (broadcast in `ragged.py`), and
+durations of rounds by the first rank's clock (`shared_times.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from megatron_rlspec.types import OFF, SpecConfig, checked_sharpness
 class DecodeRound:
     """What one decode round of B requests ran. `controller.py` makes it at launch; `control.py` reads it afterwards.
 
+    The two tensors are being copied to the host when it is made. They are complete once SGLang has processed the
+    round's results, and not earlier.
+
     context_tokens  of all requests together, prompts included
     drafting        indices of the requests whose drafter had caught up; None: all of them
     caught_up       seconds in which drafters caught up when it was launched
@@ -37,7 +41,7 @@ class DecodeRound:
     verified: Any = None
 
     def drafts(self, requests: np.ndarray) -> np.ndarray:
-        """Return how many drafts of each of these requests were verified, [n]. `requests` [n] are indices."""
+        """Return how many drafts of these requests were verified, [n]. `requests` [n]: their indices in the batch."""
         if self.verified is None:
             return np.full(len(requests), self.config.num_steps)
         of_requests: np.ndarray = self.verified.numpy()[requests]
@@ -53,7 +57,12 @@ class DecodeRound:
 
 
 class RoundTime(NamedTuple):
-    """The arguments of `SpecRule.timed`, in its order: a round, and its duration by one rank's clock."""
+    """The arguments of `SpecRule.timed`, in its order: a round, and its duration by one rank's clock.
+
+    drafts  verified drafts of a request, on average; None: all were verified
+
+    Its fields are passed by position, so they must stay in the order of those parameters.
+    """
 
     config: SpecConfig
     batch: int
@@ -66,7 +75,9 @@ class RoundTime(NamedTuple):
 class Decider:
     """What chooses each round's configuration, among those for which the engine holds runtime state.
 
-    Of these, the first that is set decides: `held`, `stock`, `fixed`, `rule`.
+    Of these, the first that is set decides: `why_held`, `stock`, `fixed`, `rule`. `controller.py` runs `OFF` all the
+    same if a request has penalties. `controller.py` calls `start` before all else, and `limit` once graphs are
+    captured. An engine without adaptive speculation calls neither: it has no candidates and runs no rule.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -74,25 +85,26 @@ class Decider:
         self._off = settings.off
         self.can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
-        self.held = ""  # why speculation is held off; "" if it is not
+        self.why_held = ""  # why speculation is held off; "" if it is not
         # why all requests verify the same number of drafts; "" if they need not
-        self.even = "" if settings.ragged else "the engine was launched without --ragged"
+        self.why_even = "" if settings.ragged else "the engine was launched without --ragged"
         self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
         # the last rule that was set; the next one inherits its measured times
         self.rule: SpecRule | None = None
         self.stock: Any = None  # SGLang's own rule, while it decides
-        # SGLang's own rule, once it was made: it keeps what it learnt until it decides again
-        self._stock: Any = None
+        # SGLang's own rule, once it was made, also while it does not decide: it goes on with what it has learnt
+        self._kept_stock: Any = None
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 1  # tensor-parallel size
-        # rounds that the rule has not learnt yet; `shared_times.py` broadcasts the first rank's and clears them
-        self.untold: list[RoundTime] = []
+        # Rounds that the rule has not learnt yet; only with several ranks. `shared_times.py` broadcasts those of the
+        # first rank and clears them on every rank.
+        self.unshared_times: list[RoundTime] = []
         # the largest batch at which the rule may choose a configuration; absent: any
         self._largest_batch: dict[SpecConfig, int] = {}
 
     @property
     def name(self) -> str:
-        """Return what decides, in words; "" in an engine that cannot switch."""
+        """Return what decides when speculation is not held off, in words; "" in an engine that cannot switch."""
         if self.stock:
             return "SGLang's rule"
         if not self.candidates:
@@ -141,21 +153,21 @@ class Decider:
     def replace(self, data: Mapping[str, Any]) -> None:
         """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
 
-        `sharpness` in `data` is that of coupled drafts from now on. `{"stock": true}` lets SGLang's own adaptive rule
-        decide, for comparisons. The other side is `speculation/learning.py`, `Learning.rule`. Raises ValueError, and
-        then nothing has changed.
+        `sharpness` in `data` is that of coupled drafts from now on; without it, it stays. `{"stock": true}` lets
+        SGLang's own adaptive rule decide, for comparisons, and changes no sharpness. The other side is
+        `speculation/learning.py`, `Learning.rule`. Raises ValueError, and then nothing has changed.
         """
         data = dict(data)
-        sharpness = self._sharpness(data.pop("sharpness", None))
+        sharpness = self._checked_sharpness(data.pop("sharpness", None))
         if data.get("stock"):
-            self.stock = self._stock = self._stock or self._stock_rule()
+            self.stock = self._kept_stock = self._kept_stock or self._make_stock_rule()
             return
         # `OFF` gives the same tokens as step 0 and costs less, so step 0 is not offered.
         candidates = [c for c in self.candidates if c != SpecConfig(0)] or self.candidates
-        data["ragged"] = not self.even and data.get("ragged", True)
+        data["ragged"] = not self.why_even and data.get("ragged", True)
         offered = [config.to_json() for config in candidates]
         rule = SpecRule.from_json({"candidates": offered, **data})
-        self._check(rule.candidates)
+        self._check_runnable(rule.candidates)
         if self.rule is not None:
             rule.inherit(self.rule)
         rule.limit(self._largest_batch)  # after `inherit`, which takes the former rule's limits
@@ -164,7 +176,7 @@ class Decider:
         self.sharpness = sharpness
 
     def hold(self, reason: str) -> None:
-        """Run `OFF` until `held` is "" again. A rule that is set meanwhile decides afterwards.
+        """Run `OFF` until `why_held` is "" again. A rule that is set meanwhile decides afterwards.
 
         Raises ValueError in an engine that cannot run `OFF`.
         """
@@ -176,17 +188,19 @@ class Decider:
             raise ValueError(
                 "speculation cannot be held off here: the engine was launched without step count 0"
             )
-        self.held = reason
+        self.why_held = reason
 
     def choose(
         self, batch: int, context_tokens: int, missed: Callable[[int], int]
     ) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it.
 
+        Call it once for each round, because it changes the rule's state (`SpecRule.choose`).
+
         batch   requests
         missed  `DrafterGap.missed`: tokens that the n requests that are least behind have missed together
         """
-        if self.held:
+        if self.why_held:
             return OFF, 0
         if self.stock:
             return SpecConfig(self.stock.get_steps_for_batch(batch)), batch
@@ -197,32 +211,37 @@ class Decider:
         return config, self.rule.catch_up
 
     @property
-    def deciding(self) -> SpecRule | None:
+    def deciding_rule(self) -> SpecRule | None:
         """Return the rule if it decides the next round."""
-        return None if self.held or self.stock or self.fixed is not None else self.rule
+        return None if self.why_held or self.stock or self.fixed is not None else self.rule
 
     @property
-    def choosing(self) -> SpecRule | None:
-        """Return the rule if it says how many drafts the round just chosen verifies; None: it verifies all."""
-        rule = self.deciding
-        return None if self.even or rule is None or rule.selection is None else rule
+    def ragged_rule(self) -> SpecRule | None:
+        """Return the rule if it says how many drafts the round just chosen verifies, for `SpecRule.drafts`.
+
+        None: the round verifies all of them.
+        """
+        rule = self.deciding_rule
+        return None if self.why_even or rule is None or rule.selection is None else rule
 
     def timed(self, ran: DecodeRound, batch: int, ms: float) -> None:
-        """Let the rule learn the duration of a round by this rank's clock, after `shared_times.py` has told all ranks.
+        """Note the duration of a round by this rank's clock. With one rank the rule learns it at once.
 
-        With one rank it learns at once. Every rank must learn the same numbers, or ranks would decide differently.
+        With several ranks it learns the first rank's durations when `shared_times.py` has broadcast them: every rank
+        must learn the same numbers, or ranks would decide differently. Call it in the order in which rounds ran, on all
+        ranks for the same rounds.
         """
         drafts = None if ran.verified is None else float(ran.verified.numpy().mean())
         timed = RoundTime(ran.config, batch, ran.context_tokens, ms, 1000 * ran.caught_up, drafts)
         if self.ranks > 1:
-            self.untold.append(timed)
+            self.unshared_times.append(timed)
         else:
             self.learn(timed)
 
     def learn(self, timed: RoundTime) -> None:
-        """Let the rule learn a duration that all ranks are told."""
-        if self.deciding is not None:
-            self.deciding.timed(*timed)
+        """Let the rule learn a duration that all ranks are told. It is dropped if no rule of ours decides now."""
+        if self.deciding_rule is not None:
+            self.deciding_rule.timed(*timed)
 
     def observe(
         self,
@@ -236,20 +255,25 @@ class Decider:
         accepted, verified  drafts of each of these requests, [n]
         requests            their indices in the batch, [n]
         """
-        rule = self.deciding
+        rule = self.deciding_rule
         if rule is None:
             return ()
         logq = None if ran.logq is None else ran.logq.numpy()[requests]
         return rule.observe(ran.config, accepted, verified, logq)
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
-        """Run `config` in every round until `replace`. Raises ValueError, and then nothing has changed."""
-        self._check([config])
-        self.sharpness = self._sharpness(sharpness)
+        """Run `config` in every round until `replace`, after a hold if there is one.
+
+        sharpness  of coupled drafts; None: it stays
+
+        Raises ValueError, and then nothing has changed.
+        """
+        self._check_runnable([config])
+        self.sharpness = self._checked_sharpness(sharpness)
         self.fixed = config
         self.stock = None
 
-    def _sharpness(self, given: Any) -> float:
+    def _checked_sharpness(self, given: Any) -> float:
         """Return the sharpness given, or the present one if it is None.
 
         Raises ValueError for a wrong one here, because in a round it would end the engine.
@@ -261,17 +285,17 @@ class Decider:
         except ValueError as error:
             raise ValueError(f"sharpness={error}") from None
 
-    def _stock_rule(self) -> Any:
+    def _make_stock_rule(self) -> Any:
         """Make SGLang's own adaptive rule, with its built-in steps per batch size. Raises ValueError."""
         from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
         rule = AdaptiveSpeculativeParams(
             initial_steps=max(c.num_steps for c in self.candidates or [OFF])
         )
-        self._check({SpecConfig(steps) for steps in rule.candidate_steps})
+        self._check_runnable({SpecConfig(steps) for steps in rule.candidate_steps})
         return rule
 
-    def _check(self, wanted: Iterable[SpecConfig]) -> None:
+    def _check_runnable(self, wanted: Iterable[SpecConfig]) -> None:
         """Raise ValueError unless the engine has all these configurations. One without candidates has `OFF` alone."""
         allowed = self.candidates or [OFF]
         refused = sorted(set(wanted) - set(allowed))

@@ -5,11 +5,12 @@ These ids are SGLang's `hot_token_id`, [S] int64, and `words` in our route `cont
 SGLang copies rows of the target's output layer into the drafter's when it starts, by the file of
 `--speculative-token-map`. The copy has three gaps. A weight update does not renew it. Where embedding and head are not
 tied, the drafter's loader fails on the head of an update, because the copy is no parameter. And the map cannot change.
-Here the rows are copied again after every update, the loader does not see the head, and a new map of the same size is
-written into the same memory, so that captured CUDA graphs read it.
+Here the rows are copied again after every update, the drafter's loader does not see the head, and a new map of the same
+size is written into the same memory, so that captured CUDA graphs read it.
 
 A tensor-parallel rank holds the output layer's rows of its own part of the vocabulary only. SGLang joins the ranks'
-logits in their order. So rank r drafts from the r-th equal part of the tokens, whose rows the ranks collect.
+logits in their order. So rank r drafts from the r-th equal part of the tokens, whose rows the ranks collect. S is a
+multiple of the number of ranks (`http/serve.py` checks it).
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
 
 
 def size(worker: Any) -> int:
-    """Return how many tokens SGLang's token map has; 0: there is none. `worker`: the scheduler's draft worker."""
+    """Return how many tokens the map has; 0: there is none, or only the fixed one of an EAGLE-3 drafter.
+
+    worker  the scheduler's `draft_worker`, which may be None
+    """
     drafter = _drafter(worker)
     return 0 if drafter is None else len(drafter.hot_token_id)
 
@@ -45,7 +49,7 @@ def renew(worker: Any, words: list[int]) -> None:
     """Choose drafts from the token ids `words` from the next round on.
 
     Collective over the tensor-parallel ranks, which all get the same ids. Raises ValueError, on every rank, before
-    anything has changed.
+    anything has changed. `SetDraftVocabulary` in `schemas.py` refuses ids below 0.
     """
     drafter = _drafter(worker)
     if drafter is None:
@@ -77,7 +81,7 @@ def _drafter(worker: Any) -> Any:
 
 
 def _copy_rows(drafter: Any) -> None:
-    """Copy the target's rows of the tokens into the drafter's head, in place. Collective."""
+    """Copy the target's rows of the tokens into the drafter's head, in place: captured graphs read it. Collective."""
     _, head = drafter._resolve_shared_embed_and_head()
     # Not through `.data`, which would not raise the tensor's version. `rollout/embedded/packed.py`, which CPU engines
     # use, keeps packed copies of weights and packs a weight again when its version has changed.
@@ -115,6 +119,7 @@ def _init_head(original: Callable, drafter: Any) -> None:
 
 
 def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Copy the rows again once the target's head is new. Collective: all ranks get the same updates."""
     drafter = _drafter(manager.draft_worker)
     if drafter is not None:
         _copy_rows(drafter)

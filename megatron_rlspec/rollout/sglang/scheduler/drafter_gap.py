@@ -2,10 +2,11 @@
 
 At SGLang's step 0 the drafter still runs in every round, to extend its KV cache. While speculation is off, it does not
 run. `DrafterGap` keeps what it would have read: hidden state h_t of the target and token x_t of each new position. When
-drafting starts again, the drafter reads all of them in one prefill (ReSpec, section 5.2).
+drafting starts again, the drafter reads all of them in prefills of at most `most` tokens (ReSpec, section 5.2).
 
-To try drafts, only the drafters of a few requests catch up. The other requests get random drafts in those rounds. Their
-texts are still right, because the target verifies every draft. What their drafters miss is kept, too.
+"The drafter of a request" means one drafter's KV cache of that request. To try drafts, only the drafters of a few
+requests catch up. The other requests get random drafts in those rounds. Their texts are still right, because the target
+verifies every draft. What their drafters miss is kept, too.
 
 Methods are called when a round is launched, on the stream of the forward passes. They read no results of the round
 before, which the overlap scheduler processes later. Only `close` waits for the device: it needs the accepted counts,
@@ -31,7 +32,7 @@ from megatron_rlspec.rollout.sglang.scheduler.stash import (
     SkippedRound,
     Stash,
     gather,
-    split,
+    split_by_request,
 )
 
 
@@ -42,7 +43,7 @@ class Pass:
     behind          indices of the requests in the batch
     starts, sizes   first position and number of tokens of each request
     hidden, tokens  [n, H] and [n] int64 on the device, of one request after the other
-    following       [requests] int64: the token after the last one of each request
+    next_tokens     [requests] int64: the token after the last one of each request
     """
 
     behind: list[int]
@@ -50,14 +51,17 @@ class Pass:
     sizes: list[int]
     hidden: Tensor
     tokens: Tensor
-    following: Tensor
+    next_tokens: Tensor
 
 
 class DrafterGap:
     """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
-    `_total` is a clock in tokens: it rises by a round's width. Each row has the clock of its round, and a request has
-    missed the rows since the clock at which its drafter was last up to date.
+    `_clock` counts tokens: it rises by a round's width. Each row has the clock of its round, and a request has missed
+    the rows since the clock at which its drafter was last up to date.
+
+    While the gap is open, call `record` for every decode round that the drafter of some request does not read, and
+    `mark_read` for every prefill: a request that was never marked counts as behind since the gap opened.
 
     every  rounds after which the rows move to host memory (`Stash`)
     most   tokens that one pass of the drafter reads, at most
@@ -72,21 +76,21 @@ class DrafterGap:
 
     def _reset(self) -> None:
         """Begin anew, with no drafter behind."""
-        self._total = 0  # the clock, and the most tokens that one request can have missed
-        # `_total` when a request's drafter last was up to date; 0 if absent
+        self._clock = 0  # also the most tokens that one request can have missed
+        # `_clock` when a request's drafter last was up to date; 0 if absent
         self._since: dict[str, int] = {}
         self._rounds: list[SkippedRound] = []  # on the device, not yet in the stash
         # request id -> the number by which the stash knows it
         self._number: defaultdict[str, int] = defaultdict(count().__next__)
         self._running: list[str] = []  # ids of the newest round's requests
         # the numbers of `_running`; rounds of the same requests share one array
-        self._numbers = np.empty(0, np.int64)
+        self._running_numbers = np.empty(0, np.int64)
         self._stash.clear()
 
     @property
     def open(self) -> bool:
         """Return whether any round was recorded since the last complete catch-up."""
-        return self._total > 0
+        return self._clock > 0
 
     def record(
         self,
@@ -99,31 +103,34 @@ class DrafterGap:
         """Keep the inputs of a round: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) are valid.
 
         The tensors are not copied, so no later pass may overwrite them. `counts` stays on the device, so the host does
-        not wait. `current`: indices of the requests whose drafter has read these inputs.
+        not wait. `current`: indices of the requests whose drafter has read these inputs. `reqs`: SGLang's `Req`, at
+        least one.
         """
         width = len(tokens) // len(reqs)
         running = [req.rid for req in reqs]
         if running != self._running:
             self._running = running
-            self._numbers = np.array([self._number[rid] for rid in running])
-        self._rounds.append(SkippedRound(self._total, self._numbers, hidden, tokens, width, counts))
-        self._total += width
-        for i in current:  # after `_total` has risen: these rows do not count for them
-            self._since[reqs[i].rid] = self._total
+            self._running_numbers = np.array([self._number[rid] for rid in running])
+        self._rounds.append(
+            SkippedRound(self._clock, self._running_numbers, hidden, tokens, width, counts)
+        )
+        self._clock += width
+        for i in current:  # after `_clock` has risen: these rows do not count for them
+            self._since[reqs[i].rid] = self._clock
         if len(self._rounds) == self.every:
             self._store()
 
-    def forget(self, reqs: Sequence[Any]) -> None:
-        """Note that these requests' drafter cache is complete, as after a prefill."""
+    def mark_read(self, reqs: Sequence[Any]) -> None:
+        """Note that the drafter's cache of these requests is complete, as after a prefill."""
         for req in reqs:
-            self._since[req.rid] = self._total
+            self._since[req.rid] = self._clock
 
     def lags(self, reqs: Sequence[Any]) -> list[int]:
         """Return how many tokens each request has missed, at most.
 
         Refused drafts count as well: how many were accepted is known on the device only.
         """
-        return [self._total - self._since.get(req.rid, 0) for req in reqs]
+        return [self._clock - self._since.get(req.rid, 0) for req in reqs]
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
         """Return how many tokens the n requests that are least behind have missed together."""
@@ -133,8 +140,9 @@ class DrafterGap:
         """Let the drafter read what it missed of the n requests that are least behind.
 
         Their first drafts go into `batch.spec_info`, in place. SGLang restores its own state of the batch after the
-        round. Returns the indices of these n requests, or None if no request is behind any more. Every
-        tensor-parallel rank must call it for the same requests, because the drafter's passes are collective.
+        round. Returns the indices of these n requests, or None if they are all of the batch: then no drafter is behind
+        any more. Every tensor-parallel rank must call it for the same requests, because the drafter's passes are
+        collective.
         """
         reqs = batch.reqs
         lags = self.lags(reqs)
@@ -147,13 +155,13 @@ class DrafterGap:
             # Requests outside the batch have no rows to keep: a prefill comes before they decode again.
             self._reset()
             return None
-        self.forget([reqs[i] for i in behind])
+        self.mark_read([reqs[i] for i in behind])
         return chosen
 
     def _store(self) -> None:
         """Move the rounds to the stash, and forget requests that are not in the newest round.
 
-        If one of them decodes again, a prefill comes first, in which its drafter reads everything (`forget`).
+        If one of them decodes again, a prefill comes first, in which its drafter reads everything (`mark_read`).
         """
         running = set(self._running)
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
@@ -169,7 +177,7 @@ class DrafterGap:
         newest: dict[int, Rows] = {}
         if self._rounds:
             counts = [skipped.counts for skipped in self._rounds if skipped.counts is not None]
-            newest = split(
+            newest = split_by_request(
                 self._rounds,
                 torch.cat([skipped.hidden for skipped in self._rounds]),
                 torch.cat([skipped.tokens.long() for skipped in self._rounds]),
@@ -214,9 +222,9 @@ class DrafterGap:
         device = batch.seq_lens.device
         tokens = gather([rows.tokens for rows in parts], device)
         # the token after each row: after a request's last one, its newest token
-        following = tokens.roll(-1)
+        next_tokens = tokens.roll(-1)
         bonus = batch.spec_info.bonus_tokens.to(torch.int64)
-        following[_to_device(ends - 1, device)] = bonus[_to_device(requests, device)]
+        next_tokens[_to_device(ends - 1, device)] = bonus[_to_device(requests, device)]
 
         hidden = [rows.hidden for rows in parts]
         for first in range(0, int(ends[-1]), self.most):
@@ -231,13 +239,14 @@ class DrafterGap:
                 (stops - begins)[within].tolist(),
                 gather(_between(hidden, first, last), device),
                 tokens[first:last],
-                following[_to_device(stops[within] - 1, device)],
+                next_tokens[_to_device(stops[within] - 1, device)],
             )
 
-    def _part(self, batch: Any, read: Pass) -> tuple[Any, Tensor]:
+    def _prefill_batch(self, batch: Any, read: Pass) -> tuple[Any, Tensor]:
         """Return a `ScheduleBatch` for one prefill of the drafter, and the indices of its requests in `batch`.
 
-        It is set as SGLang sets a prefill of `sizes` new tokens behind `starts` cached ones.
+        It is set as SGLang sets a prefill of `sizes` new tokens behind `starts` cached ones. The slots of all these
+        tokens exist already: the target's cache has them, and the drafter's uses the same ones.
         """
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -288,14 +297,14 @@ class DrafterGap:
         """
         from sglang.srt.speculative import eagle_worker_v2 as eagle
 
-        part, index = self._part(batch, read)
+        part, index = self._prefill_batch(batch, read)
         drafter = self.worker.draft_worker
         with (
             versions.installed().drafting(drafter),
             eagle.speculative_moe_backend_context(),
             eagle.speculative_moe_a2a_backend_context(),
         ):
-            caught_up = drafter._draft_extend_for_prefill(part, read.hidden, read.following)
+            caught_up = drafter._draft_extend_for_prefill(part, read.hidden, read.next_tokens)
         spec = batch.spec_info
         for name in ("topk_p", "topk_index", "hidden_states"):
             if getattr(caught_up, name) is not None:

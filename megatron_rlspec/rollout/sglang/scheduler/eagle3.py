@@ -34,7 +34,9 @@ def draft_worker(scheduler: Any) -> Any:
 def separate_loaders(target: Any, drafter: Any) -> None:
     """Let the target's loader see the tensors without `PREFIX`, and the drafter's loader the others, `PREFIX` removed.
 
-    `push/` sends the drafter's tensors with that prefix (`models/config.py`).
+    `push/` sends the drafter's tensors with that prefix (`models/config.py`). Call it once, and before
+    `Deliveries.watch`: the last wrapper of a loader sees the tensors first, and that one must see the names of the
+    push.
     """
 
     def targets(tensors: Tensors) -> Tensors:

@@ -6,7 +6,10 @@ The argument `uniform_q_len` promises equal rows, and the planner refuses a batc
 FlashInfer's own wrapper pass 0, which promises nothing. A graph keeps the tiles with which it was captured, so capture
 and every replay must promise the same. Both plan here.
 
-SGLang reads the lengths back from the GPU before each pass, unless two switches of its own are on.
+SGLang reads the lengths back from the GPU before each pass, unless two switches of its own are on. `hooks` turns them
+on.
+
+Rounds whose rows differ (`ragged.py`) never plan here: `ragged.why_unsupported` refuses FlashInfer's attention.
 """
 
 from __future__ import annotations
@@ -71,6 +74,7 @@ class Promise:
         return module
 
     def _plan(self, original: Callable, *args: Any) -> Any:
+        # Only plans for a graph are sized for the most uneven batch (see the head of the file).
         if self.holds and len(args) == _UNIFORM_Q_LEN + 1 and args[_IN_GRAPH]:
             starts = args[_ROW_STARTS]  # The first request's rows are as many as any other's.
             args = (*args[:_UNIFORM_Q_LEN], int(starts[1] - starts[0]))

@@ -1,8 +1,9 @@
 """Run a round without drafts as an engine without speculation does: one decode pass of the target, nothing else.
 
 SGLang's step 0 takes the verify path with a tree of one node. With CUDA graphs that pass is captured, and its host work
-overlaps the device. Without graphs the verify path costs an extra read of the KV cache per layer and the walk over the
-tree.
+overlaps the device: there `possible` is False, and SGLang's path stays. Without graphs the verify path costs an extra
+read of the KV cache per layer and the walk over the tree. `controller.py` asks `possible` and `needs_no_verify_path`
+first, and then calls `run`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def possible(worker: Any) -> bool:
     return worker.target_worker.model_runner.decode_cuda_graph_runner is None
 
 
-def asks_no_more(batch: Any) -> bool:
+def needs_no_verify_path(batch: Any) -> bool:
     """Return whether a batch needs nothing that only the verify path computes, such as grammars and top log-probs."""
     return (
         not batch.has_grammar
@@ -39,7 +40,8 @@ def asks_no_more(batch: Any) -> bool:
 def penalised(batch: Any) -> bool:
     """Return whether a request's penalties depend on its earlier tokens.
 
-    SGLang counts one token a round for them. So a round with drafts would give another text than one without.
+    SGLang counts one token a round for them. So a round with drafts would give another text than one without. It sets
+    this tensor for every kind of penalty, also for those that scale.
     """
     return batch.sampling_info.acc_additive_penalties is not None
 
@@ -48,7 +50,8 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     """Run the round. Returns (result, hidden states [B, H], tokens [B]), the last two of the position computed.
 
     The result is a `GenerationBatchResult` with the fields that the verify path would set. Its drafter's part is not
-    complete: `controller.py` fills it (`_stub_skipped_draft_extend`).
+    complete: `controller.py` fills it (`_stub_skipped_draft_extend`). The caller must give hidden states and tokens to
+    `DrafterGap.record`, because the drafter does not read them.
 
     worker      `EAGLEWorkerV2`
     batch       `ScheduleBatch` in decode mode, without a verify input
@@ -75,7 +78,9 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     result = versions.installed().forward(worker.target_worker, part, CaptureHiddenMode.FULL)
 
     hidden = result.logits_output.hidden_states
-    if batch.return_logprob:  # [B] of plain decoding, [B, 1] as of the verify path
+    if (
+        batch.return_logprob
+    ):  # [B] from plain decoding; SGLang expects [B, 1], as from the verify path
         result.logits_output.next_token_logprobs = result.logits_output.next_token_logprobs.view(
             -1, 1
         )

@@ -1,4 +1,8 @@
-"""Answer a failing weight update with an error, so that it does not end SGLang's scheduler."""
+"""Answer a failing weight update with an error, so that it does not end SGLang's scheduler.
+
+The weights may then be partly new. Our routes refuse the request with the error (`check_success` in `http/bodies.py`)
+and remember that the update failed (`http/update.py`). SGLang's own routes pass the error on.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ From 0.5.23 on, SGLang refuses tensors outside a session. Over a process group i
 so the trainer would wait in its broadcast for ever. Such a trainer pauses the engine, sends, and lets generation
 continue. So the session opens at the first tensors and closes when generation continues. Sessions that the trainer
 opens itself are not touched.
+
+Two further hooks, `_once` and `_sleep`, make pushes and pauses cheaper.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ states are put back into even rows, so what follows the verification is SGLang's
     draft extend ◄─ SGLang: even rows ◄─ verifier.py: sampled tokens, hidden states ◄───────┘
 
 The host says how many drafts of the batch are verified, from what it learnt in earlier rounds. The device chooses which
-ones, so the host does not wait for it. All tensor-parallel ranks choose by the first rank's log q.
+ones, so the host does not wait for it. All tensor-parallel ranks choose by the first rank's log q. Drafts are coupled
+(`coupled.py`): `http/plugin.py` refuses ragged rounds without.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
         yield f"{GRAPHS}.DecodeCudaGraphRunner.get_spec_info", with_layout, "AFTER"
 
 
-def unsupported(runner: Any) -> str:
+def why_unsupported(runner: Any) -> str:
     """Return why the target's `ModelRunner` cannot run ragged rounds, once it has its attention; "" if it can."""
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
@@ -62,7 +63,7 @@ def unsupported(runner: Any) -> str:
     return ""
 
 
-def asks_no_more(batch: Any) -> bool:
+def can_sample_packed(batch: Any) -> bool:
     """Return whether a batch can be sampled from packed nodes. SGLang adds penalties and biases to even rows only."""
     info = batch.sampling_info
     even = (info.acc_additive_penalties, info.acc_scaling_penalties, info.logit_bias)
@@ -86,7 +87,7 @@ class Chosen:
     requests: torch.Tensor
     nodes: torch.Tensor
 
-    def even(self, packed: torch.Tensor) -> torch.Tensor:
+    def to_even_rows(self, packed: torch.Tensor) -> torch.Tensor:
         """Put values `[N, ...]` of the verified nodes into even rows, `[B * (k + 1), ...]`; other nodes get 0."""
         batch, steps = self.logq.shape
         rows = packed.new_zeros((batch * (steps + 1), *packed.shape[1:]))
@@ -105,8 +106,8 @@ class Chosen:
 class RaggedRound:
     """The round that is being launched. Its parts run in this order, in the scheduler's thread:
 
-    `begin` or `even` (called by `controller.py`), `choose` (by `coupled.py`, after drafting), `prepare` (by SGLang).
-    Then `verifier.py` reads `chosen`.
+    `begin` or `begin_even` (called by `controller.py`), `choose` (by `coupled.py`, after drafting; not in an even
+    round), `prepare` (by SGLang). Then `verifier.py` reads `chosen`.
 
     drafts  how many drafts it verifies, of all requests together; None: all of them, in even rows
     chosen  which ones, once `choose` was called; None before, and in a round that verifies all drafts
@@ -122,13 +123,17 @@ class RaggedRound:
         self._table: np.ndarray | None = None
         self._chances: torch.Tensor = torch.empty(0)  # the same on the device: [CELLS] float32
 
-    def even(self) -> None:
+    def begin_even(self) -> None:
         """Begin a round that verifies all drafts."""
         self.drafts = None
         self.chosen = None
 
     def begin(self, drafts: int, most: int, selection: Selection, batch: Any) -> None:
-        """Begin a round that verifies `drafts` of the batch's `most` drafts, or more if the graph has room for them."""
+        """Begin a round that verifies `drafts` of the batch's `most` drafts, or more if the graph has room for them.
+
+        selection  the rule's, with the chance of each draft
+        batch      SGLang's `ScheduleBatch`; `choose` must get log q of the same requests
+        """
         requests = len(batch.reqs)
         self.drafts = min(self._tokens(requests + drafts) - requests, most)
         self.chosen = None
@@ -151,7 +156,7 @@ class RaggedRound:
         Without graphs, or if no graph is large enough, there is no padding.
         """
         if self._graphs is not None:
-            for tokens in self._graphs.capture_num_tokens:
+            for tokens in self._graphs.capture_num_tokens:  # ascending
                 if tokens >= nodes:
                     return tokens
         return nodes
@@ -183,20 +188,22 @@ class RaggedRound:
             torch.arange(0, batch * width, width, device=logq.device) - widths.cumsum(0) + widths
         )
         # known on the host, so `repeat_interleave` does not wait for the device
-        chosen = batch + self.drafts
-        nodes = ahead.repeat_interleave(widths, output_size=chosen)
-        nodes = nodes + torch.arange(chosen, device=logq.device)
+        node_count = batch + self.drafts
+        nodes = ahead.repeat_interleave(widths, output_size=node_count)
+        nodes = nodes + torch.arange(node_count, device=logq.device)
         self.chosen = Chosen(logq, lengths, nodes // width, nodes)
 
     def captures(self, original: Callable, algorithm: Any) -> bool:
         """Wrap SGLang's check whether the target's graphs are captured by numbers of tokens instead of requests."""
-        ragged = self.runner is not None and not unsupported(self.runner)
+        ragged = self.runner is not None and not why_unsupported(self.runner)
         return ragged or original(algorithm)
 
     def prepare(
         self, original: Callable, verify_input: Any, pool: Any, batch: Any, worker: Any
     ) -> Any:
         """Wrap SGLang's preparation of the target's pass, so that it runs on the chosen nodes.
+
+        In an even round on graphs by numbers of tokens it runs on all nodes, padded. Otherwise nothing changes.
 
         verify_input  SGLang's `EagleVerifyInput`; it has its even rows again when this returns
         """
@@ -205,10 +212,10 @@ class RaggedRound:
         nodes: Any = slice(None)
         if self.chosen is not None:
             nodes = self.chosen.nodes
-            lengths = self.chosen.lengths + 1
+            widths = self.chosen.lengths + 1  # nodes of each request, the first one included
         elif self._graphs is not None:
             # An even round, too, must have a layout here: graphs by tokens read one.
-            lengths = torch.full_like(batch.seq_lens, verify_input.draft_token_num)
+            widths = torch.full_like(batch.seq_lens, verify_input.draft_token_num)
         else:
             return original(verify_input, pool, batch, worker)
         packed = verify_input.draft_token[nodes]
@@ -228,7 +235,7 @@ class RaggedRound:
         verify_input.prepared_out_cache_loc = pad(slots[nodes], padding)
         verify_input.kv_loc_plan = None  # SGLang makes one for these slots
         verify_input.ragged_verify_layout = RaggedVerifyLayout.from_verify_lens_device(
-            verify_lens=lengths, graph_num_tokens=tokens
+            verify_lens=widths, graph_num_tokens=tokens
         )
         try:
             return original(verify_input, pool, batch, worker)

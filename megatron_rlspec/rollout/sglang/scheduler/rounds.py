@@ -1,4 +1,7 @@
-"""Time the decode rounds of SGLang's scheduler."""
+"""Time the decode rounds of SGLang's scheduler, and log them for the commands `stats` and `recent_rounds`.
+
+`control.py` calls `observe` and `interrupt`, and `controller.py` calls `catching_up`, all in the scheduler's thread.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,10 @@ class TimedRounds(RoundLog):
         last: bool,
         if_all: Sequence[float] = (),
     ) -> float | None:
-        """Record a round of `batch` requests, when its results are processed.
+        """Record a round of `batch` requests, when its results are processed. Call it in the order of rounds.
 
         accepted  [n] accepted drafts of the requests that count: those whose drafter had caught up, and that had not
-                  ended before
+                  ended before. Integers, also of an empty array: `np.bincount` takes no floats
         verified  their verified drafts, all together
         last      whether no request continues, so that the next round has no start time
         if_all    as in `RoundStats`

@@ -3,10 +3,12 @@
 SGLang stacks several of a checkpoint's tensors into one parameter, and each rank holds a part of it. `named_tensors`
 takes these parameters apart again, for the families whose record says `pushed` (`models/families.py`). A fingerprint
 is a sum over a tensor's 8-byte words (`push/fingerprint.py`). So each rank sums over its part, at the part's place in
-the full tensor, and only sums travel between ranks. `push/` compares them with the fingerprints of what was sent.
+the full tensor, and only sums and places travel between ranks. `push/` compares the results with the fingerprints of
+what was sent.
 
 Raises `UnnamedError` for weights whose form is not known here: another family, quantised weights, a layout for special
-kernels. Such an engine is checked by the tensors that its loaders were given (`Deliveries`).
+kernels, ranks of which each holds weights of its own. Such an engine is checked by the tensors that its loaders were
+given (`Deliveries`).
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class TensorPart:
     def placed(self) -> tuple[Tensor, int]:
         """Return (tensor, index of its first element in the full tensor), from which `of_parts` makes the fingerprint.
 
-        Raises ValueError if a word crosses the part's edge.
+        Raises ValueError if a word crosses the edge between two parts of columns; `of_parts` does so for rows.
         """
         part = self.part
         if tuple(part.shape) == self.shape or not part.numel():
@@ -109,12 +111,13 @@ def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> l
     firsts  `[ranks][tensors]`, `TensorPart.first`
 
     Ranks that hold the same part must agree on it; otherwise both count, and the sum matches no tensor's fingerprint.
+    All ranks must have the tensors in the same order. An empty part's share is 0.
     """
     totals = []
     for firsts_of_ranks, marks_of_ranks in zip(
         zip(*firsts, strict=True), zip(*marks, strict=True), strict=True
     ):
-        # A set: a part that several ranks hold counts once.
+        # A set: a part that several ranks hold counts once. Two parts with equal shares differ in their first index.
         parts = set(zip(firsts_of_ranks, marks_of_ranks, strict=True))
         totals.append(sum(mark for _, mark in parts) % (1 << 64))
     return totals
@@ -138,7 +141,7 @@ class Deliveries:
         return dict(zip(self._marks, read(list(self._marks.values())), strict=True))
 
     def watch(self, model: nn.Module, *, fingerprints: bool) -> None:
-        """From now on, note every tensor that the loader of `model` is given.
+        """From now on, note every tensor that the loader of `model` is given. Call it once for each model.
 
         This works for every architecture, and for quantised weights, whose stored form cannot be compared.
         """
@@ -154,16 +157,16 @@ class Deliveries:
 
 
 def load_through(
-    model: Any, chosen: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
+    model: Any, transform: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 ) -> None:
-    """From now on, let `model.load_weights` see what `chosen` makes of the (name, tensor) pairs that it is given.
+    """From now on, let `model.load_weights` see what `transform` makes of the (name, tensor) pairs that it is given.
 
-    Calls nest: the last `chosen` sees the tensors first.
+    Calls nest: the `transform` of the last call sees the tensors first.
     """
     load = model.load_weights
 
     def load_weights(tensors: Iterable[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        return load(chosen(tensors), *args, **kwargs)
+        return load(transform(tensors), *args, **kwargs)
 
     model.load_weights = load_weights
 
@@ -176,7 +179,7 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
 
     Raises UnnamedError.
     """
-    parts = list(of_scheduler(scheduler))
+    parts = list(parts_of_scheduler(scheduler))
     shares = marks_of(
         parts, [(drafter if part.drafter else target).dtypes.get(part.name) for part in parts]
     )
@@ -189,7 +192,7 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
     return dict(zip((part.name for part in parts), joined(marks, firsts), strict=True))
 
 
-def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
+def parts_of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     """Yield what this rank's live models hold. Raises UnnamedError.
 
     Ranks that hold other layers, or the same names with other weights, could not be joined, so they are refused.
@@ -210,7 +213,10 @@ def of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
 
 
 def models_of(scheduler: Any) -> tuple[Any, Any]:
-    """Return (target's model, drafter's model) of a scheduler or of its weight updater; the second may be None."""
+    """Return (target's model, drafter's model) of a scheduler or of its weight updater; the second may be None.
+
+    `control._deliveries` has the same order.
+    """
     runner = getattr(getattr(scheduler.draft_worker, "draft_worker", None), "draft_runner", None)
     return scheduler.tp_worker.model_runner.model, None if runner is None else runner.model
 

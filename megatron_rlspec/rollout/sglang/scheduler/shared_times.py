@@ -12,7 +12,9 @@ from typing import Any
 
 from megatron_rlspec.rollout.sglang.scheduler import decisions
 
-TOGETHER = 4  # rounds in a broadcast; one of no requests is cheaper
+TOGETHER = (
+    4  # durations that travel together; the broadcasts between, without any request, are cheaper
+)
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,15 @@ def _broadcast(
 ) -> list[Any]:
     """Send this rank's times with its requests, if it is the first, and let the rule learn those that arrive.
 
+    Every rank notes durations of the same rounds, so all of them clear their lists at the same broadcast.
+
     received  requests of the first rank; None on the others
     """
-    untold = decisions.decider.untold
-    if len(untold) >= TOGETHER:
+    unshared = decisions.decider.unshared_times
+    if len(unshared) >= TOGETHER:
         if received is not None:
-            received = [*received, SharedTimes([*untold])]
-        untold.clear()
+            received = [*received, SharedTimes([*unshared])]
+        unshared.clear()
     requests = []
     for request in original(receiver, received, *rest):
         if not isinstance(request, SharedTimes):

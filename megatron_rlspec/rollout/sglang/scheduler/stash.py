@@ -1,4 +1,6 @@
-"""Keep the drafter's inputs of rounds without drafts in host memory, without holding up the forward passes.
+"""Keep the drafter's inputs that it has not read in host memory, without holding up the forward passes.
+
+`drafter_gap.py` says when that happens, and is the only caller.
 
 A GPU's rows are copied to pinned memory on a stream of their own. From there a thread copies them to ordinary memory.
 torch keeps the pinned memory for the next copy, because pinning memory takes the host as long as the copy.
@@ -22,7 +24,7 @@ from torch import Tensor
 class SkippedRound:
     """The drafter's inputs of one round: `width` rows of each request, of which the first `counts` are valid.
 
-    `clock` orders the rounds: it is the sum of the widths of all earlier rounds (`DrafterGap._total`).
+    `clock` orders the rounds: it is the sum of the widths of all earlier rounds (`DrafterGap._clock`).
     """
 
     clock: int
@@ -48,7 +50,7 @@ class Rows:
 
 
 def gather(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the concatenation of tensors on the device. Some of them may be there already.
+    """Return the concatenation of tensors, at least one, on the device. Some of them may be there already.
 
     All tensors from the host travel in one copy. The host does not wait for it: torch keeps the pinned memory until
     the copy has ended.
@@ -64,7 +66,7 @@ def gather(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat([part if part.is_cuda else next(moved) for part in parts])
 
 
-def split(
+def split_by_request(
     rounds: Sequence[SkippedRound],
     hidden: Tensor,
     tokens: Tensor,
@@ -75,6 +77,9 @@ def split(
 
     hidden, tokens  the concatenation of those of all rounds, on one device
     counts          the concatenation of those of the rounds that have counts, on the host
+    wanted          request numbers; None: all
+
+    A request without a valid row is not in the result.
     """
     # a value for each row of all rounds
     numbers, clocks, valid = [], [], []
@@ -120,7 +125,10 @@ class Stash:
         self._stream: torch.cuda.Stream | None = None  # of the copies to the host
 
     def put(self, rounds: Sequence[SkippedRound]) -> None:
-        """Begin to copy these rounds. The caller may drop them at once. No later pass may overwrite their tensors."""
+        """Begin to copy these rounds, at least one. The caller may drop them at once.
+
+        No later pass may overwrite their tensors. Call it in the order of time: `find` returns rows in this order.
+        """
         hidden = [skipped.hidden for skipped in rounds]
         # tokens of all rounds, then counts of all rounds: one copy for both, which `finish` takes apart
         integers = [skipped.tokens.long() for skipped in rounds]
@@ -136,7 +144,7 @@ class Stash:
                 copied.synchronize()
             rows, values = staged
             tokens, counts = values[: len(rows)], values[len(rows) :]
-            return split(rounds, rows, tokens, counts.numpy())
+            return split_by_request(rounds, rows, tokens, counts.numpy())
 
         self._chunks.append(self._thread.submit(finish))
 
@@ -156,7 +164,7 @@ class Stash:
         return staged, self._stream.record_event()
 
     def keep(self, running: Collection[int]) -> None:
-        """Drop the rows of all other requests. Rows that are still being copied are dropped at a later call."""
+        """Drop the rows of all requests but these numbers. Rows still being copied are dropped at a later call."""
         left = []
         for chunk in self._chunks:
             if chunk.done():

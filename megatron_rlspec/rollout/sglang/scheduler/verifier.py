@@ -2,7 +2,8 @@
 
 Position-keyed: a token is the argmax of log p + Gumbel(hash(seed, position, token)), SGLang's `multinomial_with_seed`.
 Drafts are accepted while they equal the token sampled at their position. So the text depends on seed, prompt and
-weights only. Target-only is the same walk with ordinary random numbers.
+weights only. Target-only is the same walk with ordinary random numbers; on a GPU SGLang's own kernels do it, and
+nothing is hooked.
 
 SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`),
 which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
@@ -159,7 +160,8 @@ def known_logprobs(
 
     sampled_logprobs = getattr(logits_output, "rlspec_logprobs", None)
     plain = only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
-    # Indices [B, width] of the accepted nodes. SGLang 0.5.15.post1 passes (tokens, indices) by position.
+    # Indices [B, width] of the accepted nodes, -1 behind the last one: what that reads is not used. SGLang 0.5.15.post1
+    # passes (tokens, indices) by position.
     index = kwargs["accept_index"] if "accept_index" in kwargs else args[1]
     if sampled_logprobs is None or not plain or SGLANG_RETURN_ORIGINAL_LOGPROB:
         return original(batch, logits_output, *args, **kwargs)
@@ -229,10 +231,11 @@ class _SampledVerification:
         if chosen is not None or not greedy:
             width = verify_input.draft_token_num
             self._pass = VerifyPass(info, logits, positions, width, logits_output, chosen)
-            info.is_all_greedy = True  # SGLang's condition for the branch that walks given tokens
+            # SGLang's condition for the branch that walks given tokens. Restored below, also after an error.
+            info.is_all_greedy = True
         if chosen is not None:
             # SGLang takes the argmax of even rows, which `walk` replaces. So one column of zeros is enough.
-            logits_output.hidden_states = chosen.even(logits_output.hidden_states)
+            logits_output.hidden_states = chosen.to_even_rows(logits_output.hidden_states)
             even = logits.new_zeros(len(verify_input.draft_token), 1)
             output = dataclasses.replace(logits_output, next_token_logits=even)
         try:
@@ -247,7 +250,10 @@ class _SampledVerification:
         if verified is not None:
             tokens, logprobs = sample_targets(verified)
             if verified.chosen is not None:
-                tokens, logprobs = verified.chosen.even(tokens), verified.chosen.even(logprobs)
+                tokens, logprobs = (
+                    verified.chosen.to_even_rows(tokens),
+                    verified.chosen.to_even_rows(logprobs),
+                )
                 arguments["candidates"] = verified.chosen.without_others(arguments["candidates"])
             arguments["target_predict"] = tokens.view(arguments["candidates"].shape)
             verified.output.rlspec_logprobs = logprobs
@@ -289,21 +295,22 @@ def sample(
     """
     rows, vocabulary = logits.shape
     rows_at_a_time = max(1, ELEMENTS // vocabulary)
-    others: Iterable[slice | torch.Tensor] = ()  # groups of rows that SGLang's functions draw
+    groups: Iterable[slice | torch.Tensor] = ()  # of the rows that SGLang's functions draw
     if kernel is None:
         tokens = positions.new_empty(rows, dtype=torch.int64)
         logprobs = logits.new_empty(rows, dtype=torch.float32)
-        others = [slice(first, first + rows_at_a_time) for first in range(0, rows, rows_at_a_time)]
+        groups = [slice(first, first + rows_at_a_time) for first in range(0, rows, rows_at_a_time)]
     else:
         seeds = info.sampling_seed[requests]
         # All rows: to leave some out would cost a copy of the logits. Those with a limit are drawn again below.
         tokens, logprobs = kernel.sample(logits, seeds, positions, info.temperatures[requests])
         if limited(info):
             has_limit = (info.top_ks < vocabulary) | (info.top_ps < 1) | (info.min_ps > 0)
-            others = has_limit[requests].nonzero()[:, 0].split(rows_at_a_time)
-    for part in others:
-        drawn = _sample_rows(info, logits[part], positions[part], requests[part])
-        tokens[part], logprobs[part] = drawn
+            # Waits for the device, once a pass: the host must know how many rows these are.
+            groups = has_limit[requests].nonzero()[:, 0].split(rows_at_a_time)
+    for group in groups:
+        drawn = _sample_rows(info, logits[group], positions[group], requests[group])
+        tokens[group], logprobs[group] = drawn
     return tokens, logprobs
 
 

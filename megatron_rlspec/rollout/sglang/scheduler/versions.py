@@ -28,7 +28,8 @@ class Sglang0523:
 
     The classes below override what differs in older versions. Members without a docstring there mean the same as here.
     Schedulers call `answer` to `forward` and `stamp`; the web process calls `begin_push`, `end_push`, `tensors`,
-    `broadcast` and, with a manager, `weight_version`.
+    `broadcast` and, with a manager, `weight_version`. `rlspec serve` calls `without_eagle3` and `prepare_cpu` before it
+    starts SGLang, and `http/plugin.py` calls `hooks` in each of SGLang's processes.
     """
 
     spans = True  # an answer names the weights under which each of its tokens was sampled
@@ -171,6 +172,7 @@ class Sglang0523:
         session = PushSession(BeginWeightUpdateReqInput(selector="all"), EndWeightUpdateReqInput())
         yield from session.hooks()
         yield bucket_memory.WORKER, bucket_memory.read, "AROUND"
+        # After the hooks above on the same methods, and so around them: their errors become answers, too.
         yield from protect.scheduler_hooks()
         yield from flashinfer_plans.hooks()
         # On a CPU without SGLang's own kernels.
