@@ -26,7 +26,8 @@ def sampling(logits: Tensor) -> ModuleType | None:
     """Return `kernels.sampling` if it draws from these logits, None for plain torch.
 
     It does on a CUDA device with Triton, if it draws the tokens there that plain torch draws. The first call for a
-    device compares them, and waits for it. That is not allowed while a CUDA graph is captured, so call it once before.
+    device compares them, and waits for it. That is not allowed while a CUDA graph is captured, so call it once before;
+    `rollout/sglang/scheduler/coupled.py` does so with empty logits.
     """
     if not logits.is_cuda or logits.dtype == torch.float64 or not torch.cuda.is_available():
         return None
@@ -48,25 +49,27 @@ def losses(
     """Return `kernels.losses` if it can compute losses from logits of this output layer, None for plain torch.
 
     weight  [V/tp, H]: kernels need a CUDA device with Triton, and bfloat16 or float32
-    agrees  compares the module with plain torch on a device; called once for each device (`losses.choice.agrees`)
+    agrees  compares the module with plain torch on a device (`losses.choice.agrees`). It is called once for each
+            device, so pass the same function every time
     group   the tensor-parallel ranks. All of them must call it: they get kernels all together or not at all, because
             the collective calls of `losses/fused.py` and `losses/plain.py` differ
     """
     if not weight.is_cuda or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     kernel = _choose("losses", agrees, "losses are computed", weight.device)
-    if group is not None and not on_all(kernel is not None, group, weight.device):
+    if group is not None and not all_have_kernels(kernel is not None, group, weight.device):
         return None
     return kernel
 
 
 @cache  # one collective call for each group, not one for each loss
-def on_all(here: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether all ranks of `group` have kernels; `here`: whether this one has.
+def all_have_kernels(this_has: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether all ranks of `group` have kernels; `this_has`: whether this one has.
 
-    The first call is collective: every rank of `group` must make it, and it waits for the others.
+    The first call for a group is collective: every rank of it must make the call, and waits for the others. A rank must
+    always pass the same `this_has`, as `_choose` gives it: with another one it would wait alone.
     """
-    flag = torch.tensor(int(here), device=device)
+    flag = torch.tensor(int(this_has), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     return bool(flag)
 

@@ -1,6 +1,7 @@
 """Triton kernels that read the logits of a row for its loss, and read them again to write the gradient in their place.
 
-`losses.py` launches them, with one program for each row. The names of parameters and the KINDs are written there, too.
+`losses.py` launches them, with one program for each row. It has the order or the names of their parameters and the
+KINDs, too: change both files together. Columns of a row must lie next to each other.
 
 A row has logits x over this rank's words (tokens of the vocabulary), and z = x / T in float32. q = softmax(z) over the
 words of all ranks. p is a teacher's distribution, given by its logits and their log Σ exp. A logit of minus infinity

@@ -91,7 +91,9 @@ def read(
     teacher: Teacher | None = None,
     noise: Noise | None = None,
 ) -> Statistics:
-    """Read the first `width` columns of each row of `logits` [C, W] once; the logits stay as they are.
+    """Read the first `width` <= W columns of each row of `logits` [C, W] once; the logits stay as they are.
+
+    Columns of `logits` and of `teacher.logits` must lie next to each other (stride 1), which nobody checks.
 
     With a teacher the sums are those of forward KL, and `with_entropy` is ignored. With a teacher and noise, give both
     `teacher.columns` and `noise.words`, or neither: the kernel has one switch, MAPPED, and reads both or neither.

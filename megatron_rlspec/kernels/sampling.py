@@ -17,7 +17,7 @@ none of them, which one maximum over the tile shows.
 of a part and the sums that the log-prob needs. Torch joins the parts. The token does not depend on the number of parts;
 the log-prob depends on it by rounding only.
 
-Logits lie between -1e29 and 1e29, or are -inf for tokens that cannot be drawn. NaN counts as -inf.
+z must lie between -1e29 and 1e29, or be -inf for a token that cannot be drawn. NaN counts as -inf.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from torch import Tensor
 from megatron_rlspec.kernels.keyed_noise import SLACK, beats, hash_of, hash_of_row, score_of
 
 BLOCK = 1024  # columns of a tile; a thread holds 8, and two tiles at once
-PARTS = 16  # parts of a row where FEWER parts of all rows are less than PROGRAMS
-FEWER = 2  # parts of a row else
+MANY_PARTS = 16  # parts of each row where FEW_PARTS of each would be fewer programs than PROGRAMS
+FEW_PARTS = 2  # parts of each row otherwise
 PROGRAMS = 512  # programs that fill a GPU: about four on each of an H100's 132 multiprocessors
-# Registers are those of a thread: without a limit, Triton 3.8 keeps to 64 or 96 and spills the rest.
+# `maxnreg` is the limit of a thread's registers. Without one, Triton 3.8 takes 64 or 96 and spills the rest to memory.
 LAUNCH = {"num_warps": 4, "maxnreg": 128}
 
 _INF = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-1e30)  # stands for -inf where a difference must not be NaN
 # The peak before any logit is read. It is above _LOWEST, so that tokens that cannot be drawn weigh exp(-1e29) = 0.
 _START = tl.constexpr(-9e29)
-# 2^32 - 1, less what float32 may round off a sum of two numbers up to that: no token that can win is left out.
+# 2^32 - 1 less a margin of 2047. float32 numbers below 2^32 are 256 apart: rounding leaves out no token that can win.
 _CERTAIN = tl.constexpr(2.0**32 - 2048)
 
 
 @triton.jit
 def _tile(logits, row, stride, start, end, temperature, BLOCK: tl.constexpr):
     """Return z [BLOCK] of the columns from `start` on; _LOWEST from `end` on, and for -inf and NaN."""
-    at = start + tl.arange(0, BLOCK)
+    columns = start + tl.arange(0, BLOCK)
     # The row's place in int64: the logits of a batch can have more than 2^31 elements.
-    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < end, other=-_INF).to(tl.float32)
+    start_of_row = logits + row.to(tl.int64) * stride
+    x = tl.load(start_of_row + columns, mask=columns < end, other=-_INF).to(tl.float32)
     z = x
     if temperature != 1.0:
         # Triton's `/` is approximate. `div_rn` rounds as torch's division does, so both draw the same token.
@@ -58,13 +59,13 @@ def _tile(logits, row, stride, start, end, temperature, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _limit(peak, score):
-    """Return the largest (1 - u) / exp(s · z - peak) · 2^32 with which a token may still beat this score.
+def _limit(top, score):
+    """Return the largest (1 - u) / exp(s · z - top) · 2^32 with which a token may still beat this score.
 
-    peak is s times the maximum of z. The result is finite, also for a score of -inf: its product with a weight of 0
+    top is that of `scan`. The result is finite, also for a score of -inf: its product with a weight of 0
     must not be NaN.
     """
-    return tl.minimum(tl.exp((peak.to(tl.float64) - score).to(tl.float32)) * SLACK, 3e38)
+    return tl.minimum(tl.exp((top.to(tl.float64) - score).to(tl.float32)) * SLACK, 3e38)
 
 
 @triton.jit
@@ -85,10 +86,13 @@ def scan(
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write of one part of a row: the best score and its column, the maximum of z, and the sum of exp(z - maximum).
+    """Write of one part of a row: the best score and its column, `peak`, and the sum of exp(z - peak).
 
-    Of a tile without a possible winner, only the sum changes. In every other tile the maximum is moved and the possible
-    winners are scored, the most promising first, until no other one can beat the best.
+    A tile without a possible winner changes the sum only. Every other tile moves `peak` up to its largest z, and its
+    possible winners are scored, the most promising first, until no other one can beat the best.
+
+    At sharpness 1 `peak` may be less than the maximum of z, by less than 23: noise is at most 32 · log 2, so a larger z
+    always takes the branch that moves `peak`.
     """
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -102,8 +106,9 @@ def scan(
     peak = tl.full((), _START, tl.float32)
     top = peak * sharpness
     limit = _limit(top, best)
-    # `top` is the maximum of s · z. Weights of the score are relative to it, weights of the log-prob to `peak`.
-    # of exp(z - peak), by place in a tile; added up after the last tile
+    # `peak` is the largest z of the tiles that moved it; at sharpness 1 a later z may be larger. `top` is s · peak.
+    # Weights of the log-prob are exp(z - peak), those of the score exp(s · z - top).
+    # Sums of exp(z - peak), one for each place in a tile, added up after the last tile:
     totals = tl.zeros((BLOCK,), tl.float32)
     next_z = _tile(logits, row, stride, start, end, temperature, BLOCK)
     for tile in range(start, end, BLOCK):
@@ -122,10 +127,10 @@ def scan(
         reached = tl.fma(weights, limit, hashed.to(tl.float32))
         if sharpness != 1.0:
             reached = tl.fma(tl.exp(z * sharpness - top), limit, hashed.to(tl.float32))
-            # A new maximum must take the branch that moves `peak`, or its weight could make `totals` infinite.
+            # A z above `peak` must take the branch that moves `peak`, or its weight could make `totals` infinite.
             reached = tl.where(z > peak, _INF, reached)
         if tl.max(reached, 0) >= _CERTAIN:
-            # Relative to the new maximum no weight is above 1.
+            # Relative to the new `peak` no weight of this tile is above 1.
             higher = tl.maximum(peak, tl.max(z, 0))
             totals *= tl.exp(peak - higher)
             peak = higher
@@ -164,7 +169,7 @@ def scan(
 def parts_of(rows: int, width: int) -> tuple[int, int]:
     """Return in how many parts each of `rows` rows of `width` columns is read, and the columns of one part."""
     tiles = triton.cdiv(width, BLOCK)
-    parts = min(PARTS if rows * FEWER < PROGRAMS else FEWER, tiles)
+    parts = min(MANY_PARTS if rows * FEW_PARTS < PROGRAMS else FEW_PARTS, tiles)
     return parts, triton.cdiv(tiles, parts) * BLOCK
 
 
@@ -178,8 +183,10 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draw a column [N] int64 of each row of logits [N, V], with its log-prob [N] float32 at the row's temperature.
 
-    The log-prob is of softmax(logits / temperature): the sharpness does not change it.
+    The log-prob is of softmax(logits / temperature): the sharpness does not change it. A row in which nothing can be
+    drawn gets column 0 and the log-prob NaN.
 
+    logits        float32, bfloat16 or float16; float64 would be rounded to float32
     seeds         [N] int64
     positions     [N] integers: the position of the predicting token, as `keys` of `noise.draw`
     temperatures  [N] or [N, 1], positive

@@ -31,8 +31,8 @@ def head_of(
 ) -> VocabParallelHead:
     """Return the head of `weight [V/tp, H]`, this rank's rows of the output layer.
 
-    Kernels compute its losses if they agree with plain torch on all ranks of `group`. The first call for a group is
-    collective (`kernels/chosen.py`), so all of its ranks must make it.
+    Kernels compute its losses if they agree with plain torch on all ranks of `group`. On a GPU the first call for a
+    group is collective (`kernels/chosen.py`), so all of its ranks must make it. `temperature` is above 0.
     """
     head = VocabParallelHead.of(weight, temperature, group)
     return replace(head, kernel=chosen.losses(head.weight, agrees, head.group))
@@ -58,11 +58,14 @@ def read(
     teacher: Any = None,
     noise: tuple[Tensor, Tensor] | None = None,
 ) -> FusedRows | PlainRows:
-    """Compute logits, log q(label) and more of one chunk of rows; see `FusedRows` for what the result has.
+    """Compute logits, log q(label) and more of one chunk of rows; see `FusedRows` for what the result has. Collective.
+
+    Of the result, call `best` and `coupled` before a method that writes: in `PlainRows` writing overwrites the scores.
 
     hidden   `[C, H]`: of the policy, or of the drafter (a student)
     labels   `[C]` token ids
-    teacher  for the drafter: what `teacher_of` returned, for the same `kernel` as that of this head
+    teacher  for the drafter: what `teacher_of` returned, for the same `kernel` as that of this head; only without
+             `with_entropy`
     noise    (seeds `[C]`, keys `[C]`): for `coupled` of the result; may be on the CPU
     """
     if head.kernel is None:
@@ -80,7 +83,8 @@ def policy_gradient(
 ) -> Tensor:
     """Return the gradient `[C, width]` of on_logprob · log p(label) + on_entropy · entropy in the logits.
 
-    The logits are computed again from `hidden [C, H]`, because those of the forward are not kept.
+    The logits are computed again from `hidden [C, H]`, because those of the forward are not kept. Collective without
+    kernels (`VocabParallelHead.scores`).
 
     lse         `[C]`, the attribute of `read`'s result: of raw logits with kernels, else of `head.scores`
     on_logprob  `[C]`
@@ -151,11 +155,11 @@ def _results(
     teacher_hidden  `[C, H]`, of the students' teacher
     """
     policy = read(head, hidden, labels, with_entropy=True)
-    given = read(head, teacher_hidden, labels)
+    of_teacher = read(head, teacher_hidden, labels)
     if head.kernel is None:
-        given.scores.sub_(given.lse[:, None])  # `teacher_of` takes log-probabilities here
+        of_teacher.scores.sub_(of_teacher.lse[:, None])  # `teacher_of` takes log-probabilities here
     rows = torch.arange(len(hidden), device=hidden.device)
-    teacher = teacher_of(head, given.scores, given.lse, rows)
+    teacher = teacher_of(head, of_teacher.scores, of_teacher.lse, rows)
     student = read(head, hidden, labels, teacher=teacher, noise=(rows, rows))
     # `best` comes first: in `PlainRows` the methods after it overwrite the scores that it reads.
     best, best_logprob = student.best()

@@ -50,15 +50,15 @@ class Student:
     forward_kl  KL(p ‖ q)
     a function  the user's (`custom.DrafterLoss`), without `words`; `groups` must then be depth - 1
 
-    labels [N]         token ids, int64
+    labels [N]         token ids, int64, on the device of `token_weight`, `teacher_index` and `groups`
     token_weight [N]   factor of a row's loss; rows of weight 0 are not computed
     teacher_index [N]  the teacher's row of each row, row i if omitted. Rows of several depths share a teacher's chunk
     groups [N] int64   the entry of the metrics that a row adds to, below `num_groups`; for example depth - 1
     chunk              C, the most rows whose logits exist at once; None: `VocabParallelHead.chunk`
     words [S]          the ids that drafts are chosen from; the student's softmax is over them only. Rows whose label is
                        another id add 0 under ce; `docs/design.md`, Draft vocabulary
-    own [S, H]         an output layer of the student's own over `words`, whole on every rank of `tp_group`; it gets a
-                       gradient
+    own [S, H]         an output layer of the student's own, whole on every rank of `tp_group`; it gets a gradient. Row
+                       i is of the i-th smallest id of `words`, in whatever order these are
     keep_rows          keeps results of single rows in `rows`
     noise              (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the labels'
                        device, for `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for
@@ -70,7 +70,8 @@ class Student:
     With `words` also `covered` (labels among them); `ce` then sums over these rows only. `train/objectives.py` divides
     the sums and lists their names, too (`PER_DEPTH`).
 
-    Labels, weights, teacher_index and groups are best on the CPU: the rows are then sorted without waiting for a GPU.
+    Labels, weights, teacher_index and groups are best on the CPU, so that choosing and sorting the rows does not wait
+    for a GPU.
     """
 
     def __init__(
@@ -177,7 +178,9 @@ class Student:
     def observe(self, rows: Tensor, scores: Tensor, lse: Tensor) -> None:
         """Learn the students of one chunk of teacher rows, as `policy_logprobs` gives it (`losses/logprobs.py`).
 
-        rows    `[C]`, ascending, of the M rows of the teacher
+        Give each teacher row in one chunk only, or its students are learnt twice; `finish` then raises.
+
+        rows    `[C]`, ascending, at least one, of the M rows of the teacher
         scores  `[C, V/tp]`: raw logits where kernels compute the losses, else `VocabParallelHead.scores`, which this
                 method overwrites
         lse     `[C]`: log Σ exp(logits / temperature), or that of the scores
@@ -208,9 +211,10 @@ class Student:
             self._learn(part, teacher_of(self._full, scores, lse, index))
 
     def finish(self) -> tuple[Tensor, Metrics]:
-        """Return (Σ token_weight · loss, metrics). Call it once. Raises ValueError if some row had no teacher.
+        """Return (Σ token_weight · loss, metrics). Raises ValueError if some row had no teacher.
 
-        The sum is a scalar that is the same on all ranks of `tp_group`, and so are its gradients.
+        Call it once: it sums the gradients over ranks in place, so a second call would sum the sums. The sum of
+        losses is a scalar. It is the same on all ranks of `tp_group`, and so are its gradients.
         """
         rows = len(self._rows)
         if self._learned != rows:
@@ -282,8 +286,8 @@ class Student:
         sums["loss"] = loss
         for name, x in sums.items():
             self._metrics[name].index_add_(0, self._groups[part], x)
-        for name, whole in self.rows.items():
-            whole.index_copy_(0, self._rows[part], of_rows[name])
+        for name, of_all_rows in self.rows.items():
+            of_all_rows.index_copy_(0, self._rows[part], of_rows[name])
         self._learned += len(weight)
 
 

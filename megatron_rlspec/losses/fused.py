@@ -59,12 +59,13 @@ class FusedRows:
 
     Attributes:
 
-    scores   the raw logits
+    scores   the raw logits, until a method writes the gradient over them
     lse      `[C]` float64: log Σ exp(logits / temperature)
     logprob  `[C]`: log q(label)
     value    `[C]`: forward KL with a teacher, else the entropy if `with_entropy`, else 0
 
-    Call one method that writes, and once. Call `back` and `of_weight` after it.
+    Call one method that writes, and once: a second one would read gradients as logits. Call `back` and `of_weight`
+    after it: before it they would take logits for gradients.
     """
 
     def __init__(

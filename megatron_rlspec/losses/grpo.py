@@ -1,8 +1,8 @@
 """GRPO and its variants: advantages from the rewards of a group, and the policy's loss from log-probabilities.
 
-`policy_loss` works on predicting positions (see `PackedBatch`) and returns a sum. The training step divides the sum by
-`batch.counts["policy"]`, which is known before the first backward. Packing and parallelism therefore change rounding
-only.
+`policy_loss` works on predicting positions (see `PackedBatch`) and returns a sum. `train/objectives.py` divides the sum
+by `batch.counts["policy"]`, which is of the whole step and known before its first backward. Packing and parallelism
+therefore change rounding only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from megatron_rlspec.custom import (
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch, Sample
 
-# slime's value. `advantages` adds it to a group's standard deviation. To `has_signal` a smaller deviation is none.
+# slime's value. `advantages` adds it to a group's standard deviation; `has_signal` takes a deviation that is not above
+# it for 0.
 STD_FLOOR = 1e-6
 
 
@@ -38,6 +39,7 @@ def advantages(
 ) -> np.ndarray:
     """Return one advantage per sample of a group, `[n]` float64: (reward - mean) / (standard deviation + STD_FLOOR).
 
+    rewards        `[n]`; not read where `known` is False
     known          `[n]`: False for a sample whose reward failed. It gets 0 and does not enter mean and deviation
     normalise_std  False: nothing is divided (Dr. GRPO, arXiv 2503.20783)
 
@@ -59,6 +61,9 @@ def advantages(
 
 def has_signal(rewards: Sequence[float], *, known: Sequence[bool]) -> bool:
     """Return whether dynamic sampling keeps this group: its known rewards differ (DAPO, arXiv 2503.14476, §3.2).
+
+    Stricter than `advantages`, which gives 0 only if rewards are exactly equal: rewards that differ by rounding are no
+    signal.
 
     rewards, known  as for `advantages`; a group with fewer than two known rewards is not kept
     """
@@ -114,8 +119,9 @@ def policy_loss(
     logprobs [T]   of the labels, under the policy being trained, on its device; positions without training may hold any
                    value
     entropy [T]    of the policy at each position
-    sequence_sum   for ratio="sequence" under context parallelism: sums a tensor over the ranks that share sequences, a
-                   collective call; no gradient flows through it. None: this rank has whole sequences
+    sequence_sum   for ratio="sequence" under context parallelism: returns the sum of a tensor over the ranks that share
+                   sequences, without gradient. All these ranks must then call this function for the same micro-batch,
+                   because the sum is collective. None: this rank has whole sequences
     own            the user's loss of a token (`algorithm.loss`); it replaces w · pg below
 
     The loss of a token is
@@ -152,7 +158,8 @@ def policy_loss(
     if algorithm.ratio == "sequence":
         log_ratio = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
     pg_loss, clipped = ppo_loss(log_ratio, advantage, algorithm.clip_low, algorithm.clip_high)
-    sums = {
+    # [T] of each record; summed over trained tokens at the end
+    per_token = {
         "pg_clipfrac": clipped,
         "ppo_kl": -log_ratio,
         "ratio": log_ratio.exp(),
@@ -161,14 +168,14 @@ def policy_loss(
     if algorithm.tis_clip:
         weight = (old - behaviour).exp()  # without gradient: `old` and `behaviour` have none
         pg_loss = pg_loss * weight.clamp(max=algorithm.tis_clip)
-        sums["tis"] = weight
-        sums["tis_clipfrac"] = weight > algorithm.tis_clip
+        per_token["tis"] = weight
+        per_token["tis_clipfrac"] = weight > algorithm.tis_clip
     if batch.staleness is not None:
-        sums["staleness"] = trained(batch.staleness)
+        per_token["staleness"] = trained(batch.staleness)
     # The gap between trainer and engine. With old_logprobs=engine `old` is the engine's: compare the current policy.
-    train = logprobs if algorithm.old_logprobs == "engine" else old
-    sums["train_rollout_logprob_abs_diff"] = (train - behaviour).abs()
-    sums["train_rollout_kl"] = kl_estimate(behaviour, train)
+    trainer_logprobs = logprobs if algorithm.old_logprobs == "engine" else old
+    per_token["train_rollout_logprob_abs_diff"] = (trainer_logprobs - behaviour).abs()
+    per_token["train_rollout_kl"] = kl_estimate(behaviour, trainer_logprobs)
     if own is not None:
         tokens = PolicyTokens(
             logprobs=logprobs.clone(),  # copies: the function may change its arguments in place
@@ -183,20 +190,20 @@ def policy_loss(
         )
         option = named("algorithm.loss", own)
         pg_loss = checked(option, own(tokens), logprobs, mask).to(logprobs)
-    sums["pg_loss"] = pg_loss
+    per_token["pg_loss"] = pg_loss
 
     loss = pg_loss
     if algorithm.kl_coef:
         assert batch.reference_logprobs is not None
         reference = trained(batch.reference_logprobs)
-        sums["kl_loss"] = kl_estimate(logprobs, reference)
-        loss = loss + algorithm.kl_coef * sums["kl_loss"]
-    sums["entropy"] = trained(entropy)
+        per_token["kl_loss"] = kl_estimate(logprobs, reference)
+        loss = loss + algorithm.kl_coef * per_token["kl_loss"]
+    per_token["entropy"] = trained(entropy)
     if algorithm.entropy_coef:
-        loss = loss - algorithm.entropy_coef * sums["entropy"]
+        loss = loss - algorithm.entropy_coef * per_token["entropy"]
 
     metrics = {}
-    for name, values in sums.items():
+    for name, values in per_token.items():
         counted = values.detach().to(logprobs) * mask
         metrics[name] = counted.sum()
     metrics["tokens"] = mask.sum().to(logprobs)

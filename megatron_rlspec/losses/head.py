@@ -75,6 +75,9 @@ class VocabParallelHead:
     def chunk(self) -> int:
         """Return the number of rows of which logits are computed at once.
 
+        All ranks of `group` must use one number, because each chunk makes collective calls. So take it from a head over
+        the whole vocabulary: the width of a `DraftHead` differs between ranks.
+
         On a CPU it is so small that freed logits are reused (`LOGITS_ON_CPU`). With kernels it is larger, because a
         chunk takes no memory but its logits. Large chunks are faster: each one reads and writes the whole sum of the
         output layer's gradient.
@@ -108,12 +111,12 @@ class VocabParallelHead:
         The largest score is then 0: large logits would lose digits of their small differences. A logit of minus
         infinity becomes a very low finite one with probability 0: a difference of infinities is NaN. Collective.
         """
-        scores = self._logits(hidden)
+        scores = self._scaled_logits(hidden)
         scores.clamp_(min=lowest(scores.dtype))
         largest = self.max(scores.amax(-1))
         return scores.sub_(largest[:, None])
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _scaled_logits(self, hidden: Tensor) -> Tensor:
         """Return logits / temperature `[C, width]`, in float32 or float64; `DraftHead` overrides it."""
         logits = self.logits(hidden).to(accumulate_in(hidden))
         return logits.div_(self.temperature)
@@ -190,16 +193,16 @@ class VocabParallelHead:
         value = noisy(scaled, seeds, keys, best)
         return self.best(value, best)
 
-    def best(self, value: Tensor, best: Tensor) -> Tensor:
+    def best(self, value: Tensor, ids: Tensor) -> Tensor:
         """Return the ids of the largest values over all ranks, elementwise; of equal values the lowest id. Collective.
 
-        value, best  of one shape: this rank's largest value, and its id
+        value, ids  of one shape: this rank's largest value, and its id
         """
         if self.group is not None:
             # `total` is above every id, so the minimum takes the ids of ranks that have the largest value.
-            best = best.masked_fill(value < self.max(value), self.total)
-            dist.all_reduce(best, dist.ReduceOp.MIN, group=self.group)
-        return best
+            ids = ids.masked_fill(value < self.max(value), self.total)
+            dist.all_reduce(ids, dist.ReduceOp.MIN, group=self.group)
+        return ids
 
     def pick(self, x: Tensor, ids: Tensor) -> Tensor:
         """Return `x [C, width]` at `ids [C]`, `[C]`; 0 where another rank holds the id. `sum` then gives it to all."""
@@ -287,7 +290,8 @@ class DraftHead(VocabParallelHead):
             first = int(torch.searchsorted(words, full.start))
             columns = ids - full.start
         else:
-            # A head needs a row. `_logits` and `of_full` replace its values by very low ones; `FusedRows` skips it.
+            # A head needs a row. `_scaled_logits` and `of_full` replace its values by very low ones; `FusedRows` skips
+            # it.
             ids = words.new_full((1,), -1)
             columns = words.new_zeros(1)
         rows = slice(first, first + len(columns))
@@ -325,8 +329,8 @@ class DraftHead(VocabParallelHead):
             logprobs.fill_(lowest(logprobs.dtype))
         return logprobs
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = super()._logits(hidden)
+    def _scaled_logits(self, hidden: Tensor) -> Tensor:
+        logits = super()._scaled_logits(hidden)
         if not self.some:
             logits.fill_(lowest(logits.dtype))
         return logits

@@ -20,7 +20,7 @@ from megatron_rlspec.losses.choice import head_of, policy_gradient, read
 from megatron_rlspec.losses.head import accumulate_in
 from megatron_rlspec.packing.transfer import to_device
 
-# Takes (rows, scores, log-sum-exp) of a chunk, as `Student.observe` does; see `observe` below.
+# Takes (rows, scores, log-sum-exp) of a chunk, as `Student.observe` does; see the argument `observe` below.
 Observer = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -39,10 +39,10 @@ def policy_logprobs(
     """Return log-probabilities of `labels [N]` and the entropy `[N]`, float32 (float64 for float64 inputs).
 
     Both are differentiable in `hidden [N, H]` and `weight [V/tp, H]`. The backward computes the logits again, chunk by
-    chunk. Forward and backward are collective: all ranks of `tp_group` must call them with the same rows. Raises
-    ValueError for a label that is no token id.
+    chunk. Forward and backward are collective: all ranks of `tp_group` must call them with the same rows and the same
+    `chunk`. Raises ValueError for a label that is no token id, in a row that is computed.
 
-    labels, mask  best on the CPU, so that choosing the rows does not wait for a GPU
+    labels, mask  on one device; best on the CPU, so that choosing the rows does not wait for a GPU
     temperature   above 0; the distribution is softmax(logits / temperature), from which engines sample
     with_entropy  False: the entropy is 0
     mask          [N]; where it is 0 the results are 0, and no logits are computed; None: all rows

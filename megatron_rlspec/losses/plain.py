@@ -23,7 +23,11 @@ from megatron_rlspec.types import SHARPNESS
 
 @dataclass(frozen=True)
 class PlainTeacher:
-    """The teacher of C students: the policy's log-probabilities `[C, V/tp]`, row i for student i."""
+    """The teacher of C students.
+
+    head      of the policy, over the whole vocabulary
+    logprobs  `[C, V/tp]`: the policy's log-probabilities, row i for student i
+    """
 
     head: VocabParallelHead
     logprobs: Tensor
@@ -34,13 +38,15 @@ class PlainTeacher:
 
 
 class PlainRows:
-    """A chunk of rows of the policy, or of students; methods and attributes as those of `FusedRows`, but for two.
+    """A chunk of rows of the policy, or of students; methods and attributes as those of `FusedRows`, but for these.
 
-    scores  `[C, width]` of `head.scores`: logits / temperature minus the row's largest, not raw logits
-    lse     `[C]`, log Σ exp of these scores
+    scores           `[C, width]` of `head.scores`: logits / temperature minus the row's largest, not raw logits
+    lse              `[C]`, log Σ exp of these scores
+    value            `[C]`: the entropy if `with_entropy`, else 0. Forward KL is a result of `write_forward_kl` only
+    write_own_loss   for the user's functions; `FusedRows` has no such method
 
     Call `best` first: the other methods turn `scores` into log-probabilities in place, since a copy takes much memory.
-    Then call one method that writes: it stores the gradient for `back` and `of_weight`.
+    Then call `coupled`. Then call one method that writes: it stores the gradient for `back` and `of_weight`.
     """
 
     def __init__(

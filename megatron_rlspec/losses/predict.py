@@ -12,8 +12,8 @@ coupled drafts, or 1. Row t, depth d is the drafter's prediction of token t + 1 
 accept  probability that the draft is accepted, if the drafts before it are
 reach   the probability with which a round goes on behind it, on this text: 1 if the draft is the text's token, else 0
 
-`train/drafter_step.py` calls `of_rows` and `logq_of_rows` on the device in every micro-batch, and the others once a
-step on the CPU, so that the host waits for the device once.
+`train/drafter_step.py` calls `accept_and_reach` and `logq_of_rows` on the device in every micro-batch, and the others
+once a step on the CPU, so that the host waits for the device once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from megatron_rlspec.speculation.ragged import BINS, LOWEST
 
 
-def of_rows(
+def accept_and_reach(
     rows: Mapping[str, Tensor],
     depth: int,
     *,
@@ -39,7 +39,8 @@ def of_rows(
     rows     `Student.rows` of a micro-batch, `[depth * T]` or `[depth * T, F]`: first all positions of depth 1, then
              those of depth 2, and so on
     sampled  the rollout draws from the policy's softmax at the training temperature, unfiltered. `accept` is then
-             p(argmax q). Otherwise (greedy, top-p, top-k) the distribution is not known here, and `accept` is `reach`
+             p(argmax q), if `rows` have it: not under the loss "ce". Otherwise (greedy, top-p, top-k) the distribution
+             is not known here, and `accept` is `reach`
 
     With rows of "coupled" (drafts with the text's own noise) both are these: on this text it is known whether the draft
     is accepted. F is then the number of `types.SHARPNESS`.
@@ -57,7 +58,7 @@ def of_rows(
 
 
 def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
-    """Return log q of the drafts, `[T, depth, F]`, from `Student.rows` as for `of_rows`.
+    """Return log q of the drafts, `[T, depth, F]`, from `Student.rows` as for `accept_and_reach`.
 
     `rows` do not say which token a coupled draft is, if it is not the label. It is then taken to be the drafter's
     likeliest token, which it mostly is.
@@ -71,8 +72,8 @@ def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
 def deepen(table: Tensor, depth: int) -> Tensor:
     """Extend `[T, D]` to `[T, depth]`: a depth beyond D takes the values of depth D at later positions.
 
-    Row t at depth D + j and row t + j at depth D predict the same token. The rule holds for accept, reach and mask: row
-    t is within its response at depth D + j if row t + j is within it at depth D.
+    Row t at depth D + j and row t + j at depth D predict the same token. The rule holds for accept, reach, log q
+    and the mask: row t is within its response at depth D + j if row t + j is within it at depth D.
     """
     columns = list(table.unbind(1))
     while len(columns) < depth:
@@ -88,7 +89,9 @@ def walk(
     mask: Tensor,
     steps: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Follow the rounds of each sequence at every step count of `steps [K]`; each is at most D.
+    """Follow the rounds of each sequence at every step count of `steps [K]`; each is from 1 to D.
+
+    For `by_logq` the last of `steps` must be D: it counts the drafts of all D depths of the rounds that start.
 
     accept, reach  `[T, D]`, on the CPU
     mask           `[T, D]`: `mask[t, d]` is not 0 where depth d + 1 at t predicts a generated token. Consecutive rows
@@ -127,8 +130,9 @@ def by_logq(logq: Tensor, accept: Tensor, reach: Tensor, mask: Tensor, starts: T
     logq    `[T, D]`: of the drafts
     starts  `[T]`: the third result of `walk`; the other arguments as those of `walk`
 
-    The bins are those of `Selection.counts` in `speculation/ragged.py`, which begins with these numbers (`foresee`).
-    They divide log q from LOWEST to 0, finest near 0.
+    The bins are those of `Selection.counts` in `speculation/ragged.py`, which begins with these numbers
+    (`add_predicted`). They divide log q from LOWEST to 0, finest near 0. The formula below must divide as
+    `cells_of` there does.
     """
     valid = mask != 0
     carried = reach.detach().double().masked_fill(~valid, 0).cumprod(1)

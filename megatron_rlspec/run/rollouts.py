@@ -109,7 +109,7 @@ class Rollouts:
             self.recorder.event("resume", lost)
         self.generation.restore(drawn.begun)
         if self.config.drafter.fresh and not resumed:
-            self.speculation.learning.start_without()
+            self.speculation.learning.start_without_acceptance()
         # Last: the rule is made of what was restored. A fixed configuration comes with the first push.
         if self.speculation.fixed is None:
             self.engines.pool.everywhere(self.speculation.set)

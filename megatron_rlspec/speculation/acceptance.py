@@ -5,7 +5,8 @@ accepted and that depth i + 1 was refused. If i = k, it shows nothing about dept
 emits E = 1 + sum over d <= k of a_1 * ... * a_d tokens on average (docs/design.md, Acceptance).
 
 `Acceptance` estimates the rates from the rounds that engines run: engines and the trainer hold one each. `Prediction`
-has the trainer's sums for the next rollout. The functions before them work on histograms.
+has the trainer's sums for the next rollout. The functions before them make and read histograms of accepted drafts;
+only `expected_tokens` takes rates.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _STATE = ("hits", "draws", "ratio_hits", "ratio_base")
 
 
 def expected_tokens(config: SpecConfig, rates: Sequence[float]) -> float:
-    """Return the tokens that a request emits per round of `config`, by rates a_1, a_2, ...; the last one repeats."""
+    """Return the tokens that a request emits per round of `config`, on average.
+
+    rates  a_1, a_2, ..., at least one unless `config` drafts nothing; the last one stands for all deeper depths
+    """
     total = 1.0
     reach = 1.0
     for d in range(config.num_steps):
@@ -60,7 +64,7 @@ def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tup
 
     rounds  verify rounds of the sample, without the pass that draws the response's first token
     spans   `Sample.accepted_spans`: (first, last + 1) of the accepted drafts of each round that had any
-    tokens  of the response
+    tokens  of the whole response
 
     The pass over the prompt draws the first token: a prefill in SGLang, which drafts nothing. The embedded engine's
     first round drafts already; its drafts are left out here, so that both engines count the same rounds. Tokens past
@@ -69,7 +73,7 @@ def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tup
     """
     drafts = []
     for first, last in spans:
-        if first > 0:  # a run from 0 on is of the embedded engine's first round
+        if first > 0:  # a span from 0 on is of the embedded engine's first round
             drafts.append(last - first - (last == tokens))
     if len(drafts) > rounds:
         raise ValueError(f"{len(drafts)} spans of accepted drafts in {rounds} verify rounds")
@@ -82,7 +86,7 @@ def delivered(rounds: int, spans: Iterable[tuple[int, int]], tokens: int) -> tup
     return tuple(histogram.tolist())
 
 
-def runs(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
+def runs_of_ones(marks: Sequence[int | None]) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of every run of ones in `marks`; None counts as 0."""
     first = None
     for i, mark in enumerate(marks):
@@ -118,7 +122,7 @@ def histogram_of(num_steps: int, accepted: Sequence[int] | np.ndarray) -> list[i
 class Prediction:
     """The acceptance that the trainer predicts for the next rollout (`losses/predict.py`), as sums over rounds.
 
-    Predictions of several updates are added (`added`). Those of ranks are summed before (`of_sums`).
+    Predictions of several updates are added (`sum_of_predictions`). Those of ranks are summed before (`of_sums`).
 
     steps     [K] step counts (drafts of a round) that were predicted
     reached   [F, K, D]: `reached[:, i, d]` drafts of depth d + 1 were reached in rounds of `steps[i]`. F: the
@@ -155,7 +159,10 @@ class Prediction:
         return [list(self.steps), self.reached.tolist(), self.accepted.tolist(), by_logq]
 
     def __add__(self, other: Prediction) -> Prediction:
-        """Add the sums of two predictions of the same steps and sharpnesses."""
+        """Add the sums of two predictions of the same steps and sharpnesses.
+
+        This is not checked: other steps of the same number and the same largest one would be added silently.
+        """
         by_logq = None
         if self.by_logq is not None and other.by_logq is not None:
             by_logq = self.by_logq + other.by_logq
@@ -164,7 +171,7 @@ class Prediction:
 
     @property
     def chances(self) -> np.ndarray | None:
-        """Return `by_logq` [2, BINS] of the best sharpness, for `ragged.Selection.foresee`; None: not known."""
+        """Return `by_logq` [2, BINS] of the best sharpness, for `ragged.Selection.add_predicted`; None: not known."""
         return None if self.by_logq is None else self.by_logq[self._best]
 
     @property
@@ -207,8 +214,8 @@ class Prediction:
         return expected_tokens(SpecConfig(num_steps), self.rates(num_steps))
 
 
-def added(before: Prediction | None, newest: Prediction | None) -> Prediction | None:
-    """Return the sum of two predictions, of updates on one rollout; None counts as nothing."""
+def sum_of_predictions(before: Prediction | None, newest: Prediction | None) -> Prediction | None:
+    """Return the sum of the predictions of two updates on one rollout; None counts as nothing. See `__add__`."""
     return before + newest if before and newest else before or newest
 
 
@@ -223,13 +230,14 @@ class Acceptance:
 
     hits, draws              [depth] accepted and reached drafts, faded
     ratio_hits, ratio_base   [depth] for the ratios: accepted drafts, and the number expected if a_d were a_(d - 1)
+    prior                    [depth] the rate of depth 1, then the ratios of the others, before any observation
     rates                    [depth] posterior means of a_1..a_depth
     totals                   [depth + 1] expected tokens of a round of 0..depth steps
 
     `rates` and `totals` follow from the others: whoever changes those must call `_refresh`.
     """
 
-    keep = float(np.exp(-1 / 200))  # weight of earlier observations, per round
+    weight_per_round = float(np.exp(-1 / 200))  # weight of earlier observations, per round
     most_draws = 2000.0  # per depth
 
     def __init__(self, depth: int = 8) -> None:
@@ -246,23 +254,25 @@ class Acceptance:
     ) -> None:
         """Learn from rounds of `num_steps` in which `histogram[i]` requests accepted i drafts, i up to `num_steps`.
 
-        Earlier observations fade by `elapsed` rounds. With 0 steps and an empty histogram they only fade. Raises
-        ValueError for a histogram with more entries than `num_steps` + 1.
+        Earlier observations fade by `elapsed` rounds: those since the last call, also rounds without drafts. With 0
+        steps and an empty histogram they only fade. Depths beyond `depth` are ignored. Raises ValueError for a
+        histogram with more entries than `num_steps` + 1.
         """
         if len(histogram) > num_steps + 1:
             raise ValueError(
                 f"histogram has {len(histogram)} entries, but num_steps={num_steps} allows {num_steps + 1}"
             )
-        keep = self.keep**elapsed
+        earlier = self.weight_per_round**elapsed
         reached = float(sum(histogram))
         for d in range(self.depth):
-            self.hits[d] *= keep
-            self.draws[d] *= keep
+            self.hits[d] *= earlier
+            self.draws[d] *= earlier
             if d >= num_steps or reached <= 0:
                 continue
             refused = histogram[d] if d < len(histogram) else 0.0
             # a histogram of floats may give a little less than 0
             passed = max(reached - refused, 0.0)
+            # the estimate before this round: `_refresh` comes after the last depth
             shallower = self.rates[d - 1] if d else 1.0
             self.ratio_hits[d] += passed
             self.ratio_base[d] += reached * shallower
@@ -275,18 +285,18 @@ class Acceptance:
 
     def _refresh(self) -> None:
         """Compute `rates` and `totals` from the observations."""
-        m = PRIOR_STRENGTH
+        strength = PRIOR_STRENGTH
         self.rates: list[float] = []
         self.totals: list[float] = [1.0]
         # of depth 0, which is always accepted: so the "ratio" of depth 1 is its rate
         rate = reach = 1.0
         for d in range(self.depth):
             # a posterior mean: observations, and a prior that weighs `weight` drafts
-            weight = m * RATIO_STRENGTH if d else m
+            weight = strength * RATIO_STRENGTH if d else strength
             ratio_hits = self.ratio_hits[d] + weight * self.prior[d]
             ratio = ratio_hits / (self.ratio_base[d] + weight)
             expected = min(ratio * rate, 1.0)
-            rate = (self.hits[d] + m * expected) / (self.draws[d] + m)
+            rate = (self.hits[d] + strength * expected) / (self.draws[d] + strength)
             reach *= rate
             self.rates.append(rate)
             self.totals.append(self.totals[-1] + reach)
@@ -294,7 +304,8 @@ class Acceptance:
     def error(self, num_steps: int, other_steps: int, changed: float = 0.0) -> float:
         """Return the standard deviation of log(tokens of a round of `num_steps` / those of `other_steps`).
 
-        changed  standard deviation by which rates may have changed since they were observed
+        num_steps, other_steps  at most `depth`
+        changed                 standard deviation by which rates may have changed since they were observed
 
         The errors of rates count as independent, and each changes the logarithm by its derivative (`slope`).
         """
@@ -314,9 +325,10 @@ class Acceptance:
         return float(variance**0.5)
 
     def predict(self, rates: Sequence[float], draws: float = 200.0) -> None:
-        """Replace all observations by predicted rates, which weigh `draws` drafts per depth.
+        """Replace all observations, also those of the ratios, by predicted rates, which weigh `draws` drafts per depth.
 
-        Deeper depths than those of `rates` keep their prior ratios. Raises ValueError for rates outside of [0, 1].
+        Depths deeper than those of `rates` start from their prior ratios again. Raises ValueError for rates
+        outside of [0, 1], or for none.
         """
         if not rates or any(not 0 <= rate <= 1 for rate in rates):
             raise ValueError(f"predicted rates {list(rates)} must lie in [0, 1] and not be empty")

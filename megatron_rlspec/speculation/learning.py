@@ -1,7 +1,8 @@
 """What a run learns of its engines' decode rounds, from rollout to rollout, and the rule that it sends to them.
 
 A run holds one `Learning`: in our own loop, in `CoTrainer` and inside slime. `DraftRule` in
-`cotrainer/speculation.py` calls it for all three:
+`cotrainer/speculation.py` holds it for all three and calls `rule` and `observe`. `run/engines.py`,
+`cotrainer/cotrainer.py` and `integrations/slime/speculation.py` call `expect`:
 
     learning = Learning(candidate_steps, Roofline.of_model(config))
     learning.expect(prediction)          before a rollout: the trainer's prediction of its acceptance, or None
@@ -9,8 +10,9 @@ A run holds one `Learning`: in our own loop, in `CoTrainer` and inside slime. `D
     learning.observe(rounds, reports)    after the rollout: the rounds and the `spec_rule_report`s of all engines
     learning.state(), .restore(state)    for checkpoints
 
-The order counts: `observe` compares the rollout with what `expect` took, and forgets that. `expect` and `observe`
-return metrics, `spec/...` and `predict/...`, whose names `records/metric_names.toml` explains.
+The order counts. `observe` compares the rollout with what `expect` took, and forgets that. `rule` has a forecast only
+between `expect` (or `restore`) and `observe`. `expect` and `observe` return metrics, `spec/...` and
+`predict/...`, whose names `records/metric_names.toml` explains.
 
 The expected acceptance of the next rollout is the one that engines observed lately. In recorded runs nothing predicted
 it better (docs/results.md). The trainer's prediction counts where nothing was observed: before the first drafts,
@@ -62,9 +64,10 @@ class Saved(NamedTuple):
 class Learning:
     """Follows acceptance over rollouts, and makes the data of the engines' rule.
 
-    candidate_steps  numbers of drafts that the engines' rule chooses from
-    cost             of rounds, by the model's sizes; engines correct it by their own rounds
-    adaptive         whether engines choose by `rule()`; if not, no forecast is sent
+    candidate_steps  numbers of drafts that the engines' rule chooses from, at least one
+    cost             of rounds, by the model's sizes; engines correct it by their own rounds. Times learnt under another
+                     cost are ignored (`RoundTimes.restore`), so make it alike in every run of one checkpoint
+    adaptive         whether engines choose by `rule()`; if not, neither a forecast nor its chances are sent
     ragged           whether a round verifies only the drafts of each request that pay (`ragged.py`)
     """
 
@@ -85,8 +88,11 @@ class Learning:
         # what the engine with the most timings has learnt of rounds, as it reports it
         self.learnt: dict[str, Any] | None = None
 
-    def start_without(self) -> None:
-        """Start with an acceptance of 0, for a drafter with random weights, until drafts or a prediction say more."""
+    def start_without_acceptance(self) -> None:
+        """Start with an acceptance of 0, for a drafter with random weights, until drafts or a prediction say more.
+
+        It replaces all observations, so call it before the first rollout of a run that has no checkpoint.
+        """
         self.acceptance.predict([0.0] * self.acceptance.depth, START_DRAWS)
 
     def saved(self, rounds: Sequence[RoundStats], delivered: float = math.nan) -> Saved | None:
@@ -148,6 +154,7 @@ class Learning:
     ) -> dict[str, float]:
         """Learn from one rollout: the rounds and `spec_rule_report`s of all engines. Returns metrics.
 
+        rounds     each round once: an engine's `stats` forgets what it has returned
         reports    `SpecRule.report` of each engine; {} of one without a rule
         delivered  as for `saved`
         """
@@ -213,7 +220,8 @@ class Learning:
         """Restore what `state` returned. Returns a line for the user if acceptance was not restored, else "".
 
         Acceptance of a run that drafted fewer steps has too few depths, and engines would refuse it
-        (`SpecRule.__init__`). Acceptance and prediction stay as they are if `state` has none.
+        (`SpecRule.__init__`). Acceptance and prediction stay as they are if `state` has none; sharpness and learnt
+        times are then dropped.
         """
         saved_depth = state["acceptance"]["depth"] if state.get("acceptance") else 0
         needed = self.acceptance.depth
@@ -312,8 +320,8 @@ def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
     took = ms[drafting]
     if stats.if_all:  # ragged rounds: they verified fewer drafts than `times.ms` counts
         drafts = np.array([stats.verified / sum(stats.accepted)])
-        uneven = times.uneven(drafting, stats.batch, context, drafts)
-        took = max(float(uneven[0]), ms[off])
+        of_ragged = times.ragged_ms(drafting, stats.batch, context, drafts)
+        took = max(float(of_ragged[0]), ms[off])
     return ms[off] / took
 
 

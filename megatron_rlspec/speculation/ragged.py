@@ -69,11 +69,11 @@ def cells_of(logq: np.ndarray) -> np.ndarray:
 class Selection:
     """Learns the chances of drafts, and plans which drafts are verified; see the head of this file.
 
-    `SpecRule` calls it. An engine calls `lengths` between drafting and verifying. Or it chooses on its device: the
-    drafts with the largest products by `table`, as many of the batch as the plan says (`RaggedRound.choose`). After a
-    round, or some rounds later, comes `observe`.
+    `SpecRule` owns it and calls it for an engine: `plan`, then `lengths` between drafting and verifying. An engine that
+    chooses on its device reads `table` and `exploring` itself (`RaggedRound`), and verifies the drafts with the largest
+    products, as many of the batch as the plan says. After a round, or some rounds later, comes `observe`.
 
-    depth   the most drafts of a round
+    depth   the most drafts of a round, at least 1
     counts  [2, BINS] drafts that were verified after accepted ones, and those of them that were accepted
     table   [CELLS] the chance of a draft of each cell. A new array whenever it changes: `RaggedRound` copies it to the
             device if it is another object
@@ -103,7 +103,10 @@ class Selection:
         return self._seen % EXPLORE
 
     def lengths(self, logq: np.ndarray, threshold: float) -> np.ndarray:
-        """Return how many drafts [B] of each request to verify, by log q [B, k] and the threshold of a `Plan`."""
+        """Return how many drafts [B] of each request to verify, by log q [B, k] and the threshold of a `Plan`.
+
+        The order of the requests decides which of them explore (`exploring`), so all ranks need the same order.
+        """
         products = _products(self.table.take(self._cells(logq)))
         # Products fall along a chain, so the drafts that reach the threshold are its first ones.
         lengths: np.ndarray = (products >= threshold).sum(0)
@@ -111,10 +114,11 @@ class Selection:
         return lengths
 
     def observe(self, logq: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> list[float]:
-        """Learn from a round of `steps` drafts.
+        """Learn from a round of `steps` drafts, at most `depth`.
 
         logq                [C, steps] of the requests of which only some drafts were verified
-        verified, accepted  [B] drafts of each request, B >= C. The requests from the C-th on verified all their drafts
+        verified, accepted  [B] drafts of each request, accepted <= verified. B >= C: the requests from the C-th on
+                            verified all their drafts
 
         Returns how many requests would accept 0, 1, ... drafts if all were verified, estimated: [steps + 1] floats.
         """
@@ -124,7 +128,7 @@ class Selection:
         right = depth < accepted  # [steps, B]
         # Drafts with a known outcome: the accepted ones, and the refused one, if it was verified.
         seen = depth < np.minimum(verified, accepted + 1)[:chosen]
-        # The draft's bin, plus BINS if it was accepted.
+        # The draft's bin (its cell // 64), plus BINS if it was accepted.
         outcomes = (cells + CELLS * right[:, :chosen])[seen] // (CELLS // BINS)
         refused, passed = np.bincount(outcomes, minlength=2 * BINS).reshape(2, BINS)
         self.counts[0] += refused + passed
@@ -146,7 +150,7 @@ class Selection:
     def plan(self, steps: int, ms: Callable[[np.ndarray], np.ndarray]) -> Plan:
         """Return the plan with the most tokens per ms for rounds of `steps` drafts.
 
-        ms  takes numbers of drafts [n] that a request verifies on average; returns the ms [n] of such rounds
+        ms  takes numbers of drafts [n] that a request verifies on average; returns the ms [n] of such rounds, above 0
         """
         if self._seen < LEAST:
             return Plan(0.0, float(steps), 1.0)
@@ -169,24 +173,27 @@ class Selection:
             count = int(np.searchsorted(-products, -threshold, "right"))
         return Plan(threshold, count / chains, float(tokens[count] / tokens[-1]))
 
-    def foresee(self, counts: np.ndarray) -> None:
+    def add_predicted(self, counts: np.ndarray) -> None:
         """Begin with the drafts [2, BINS] that the trainer predicts for these weights, in the meaning of `counts`.
 
-        They are added to the prior, so that `inherit` and `restore`, which set `counts`, keep them. They come from
-        `Prediction.chances`.
+        They come from `Prediction.chances`. They are added to the prior, because `inherit` and `restore` replace
+        `counts`. Call it at most once: a second call would add to the first.
         """
         self._prior += counts * (FORETOLD / max(counts[0].sum(), FORETOLD))
         self._refit()
 
     def inherit(self, former: Selection) -> None:
-        """Go on from the counts and chains of the rule under earlier weights; counts weigh less (INHERITED)."""
+        """Go on from the counts and chains of the rule under earlier weights; counts weigh less (INHERITED).
+
+        `former` must have the same depth: `SpecRule.inherit` calls it only if the candidates are equal.
+        """
         self.counts = former.counts * INHERITED
         self._chains = former._chains
         self._seen = former._seen
         self._refit()
 
     def restore(self, counts: Sequence[Sequence[float]]) -> None:
-        """Begin with `counts` that another engine learnt under earlier weights. Raises ValueError."""
+        """Begin with `counts` that an engine learnt under earlier weights; they weigh less. Raises ValueError."""
         self.counts = counts_of(counts) * INHERITED
         self._refit()
 
@@ -194,7 +201,7 @@ class Selection:
         """Return the cells [k, B] of log q [B, k].
 
         The last result is kept: `lengths` and `observe` ask for the same array one after the other. It is recognised as
-        an object, so it must not be changed in between.
+        an object, so nobody may write into it in between.
         """
         if logq is not self._newest[0]:
             self._newest = (logq, cells_of(np.ascontiguousarray(logq.T, np.float32)))

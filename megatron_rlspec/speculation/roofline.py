@@ -25,10 +25,10 @@ MOST_MS = 1e15
 class Roofline:
     """The cost of a pass is the longer of two times, with a smooth transition: reading memory, and computing tokens.
 
-    `to_json` travels in rules (`SpecRule.from_json`). Another value, name or order of a field discards the times that
-    engines have learnt, because `RoundTimes` compares a checksum of it.
+    `to_json` travels in rules (`SpecRule.from_json`). Another value, name or order of a field, or a new field, discards
+    the times that engines have learnt, because `RoundTimes` compares a checksum of `to_json`.
 
-    weights_ms     to read the target's weights once
+    weights_ms     to read once the weights that the target uses for one token
     token_ms       to compute one token of the target
     context_ms     to read the keys and values of one context token
     drafter        duration of a drafter pass, as a share of a target pass
@@ -36,7 +36,7 @@ class Roofline:
     pass_ms        launch, once per drafter pass
     drafter_layer  the share of a drafter pass that its layer takes; the output head takes the rest
     experts        the share of `weights_ms` that reads one token's routed experts; a pass reads those of all its tokens
-    used           experts that a token uses, as a share of all
+    used           routed experts that a token uses, as a share of all; above 0
     sample_ms      to sample a verified token, with its log-prob: passes over the vocabulary, beside the target's pass
     """
 
@@ -87,7 +87,7 @@ class Roofline:
     ) -> Roofline:
         """Make the cost model of a model's sizes. Its unit is one plain pass at batch 1.
 
-        config            the model's config.json; an EAGLE-3 drafter's config.json in it as "eagle3"
+        config            the text model's config.json; an EAGLE-3 drafter's config.json in it as "eagle3"
         ridge_tokens      as in `of_layers`
         draft_vocabulary  token ids that drafts are chosen from; 0: those of the EAGLE-3 drafter, else all
 
@@ -141,8 +141,8 @@ class Roofline:
 
         The terms are those of docs/design.md, Round cost.
 
-        batch    requests of the round
-        context  tokens in the caches of all of them together
+        batch    requests of the round, an array or a number
+        context  tokens in the caches of all of them together, the same
         drafts   `[configs]`: drafts that a request verifies on average; None: all. With one configuration also `[n]`:
                  the result is then `[n, *broadcast(batch, context)]`
         """

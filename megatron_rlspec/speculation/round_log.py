@@ -1,7 +1,7 @@
-"""The decode rounds that an engine has run: what its `stats` and `recent_rounds` return. Standard library only.
+"""The decode rounds that an engine has run: what its `stats` and `recent_rounds` return.
 
 Both engines write it: `rollout/embedded/engine.py` and `rollout/sglang/scheduler/rounds.py`. The trainer's `Learning`
-reads the sums; benchmarks read the single rounds.
+reads the sums; benchmarks read the single rounds. Reading empties what was read, so there is one reader of each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Round = tuple[SpecConfig, int, int, float | None]
 
 @dataclass
 class _Sum:
-    """What `RoundStats` needs, added up over rounds of one configuration and batch. `rounds`, `ms`: of timed ones."""
+    """What `RoundStats` needs, added up over rounds of one configuration and batch size."""
 
-    rounds: int = 0
+    rounds: int = 0  # timed ones only, as for `ms` and `context`
     ms: float = 0.0
-    context: int = 0  # tokens, of timed rounds
-    accepted: list[int] = field(default_factory=list)
+    context: int = 0  # tokens
+    accepted: list[int] = field(default_factory=list)  # of all rounds, as `verified` and `if_all`
     verified: int = 0
     if_all: list[float] = field(default_factory=list)
 
@@ -58,9 +58,9 @@ class RoundLog:
         """
         self._recent.append((config, batch, context, ms))
         total = self._sums.setdefault((config, batch), _Sum())
-        total.accepted = _sums(total.accepted, accepted)
+        total.accepted = _added(total.accepted, accepted)
         total.verified += verified
-        total.if_all = _sums(total.if_all, if_all)
+        total.if_all = _added(total.if_all, if_all)
         if ms is not None:
             total.rounds += 1
             total.ms += ms
@@ -69,7 +69,7 @@ class RoundLog:
     def take(self) -> list[RoundStats]:
         """Return the sums since the last call, one for each configuration and batch, and forget them.
 
-        Context tokens are the mean of the timed rounds.
+        Context tokens are the mean of the timed rounds; 0 if none was timed.
         """
         sums, self._sums = self._sums, {}
         stats = []
@@ -95,6 +95,6 @@ class RoundLog:
         return recent
 
 
-def _sums(first: Sequence[float], second: Sequence[float]) -> list[Any]:
+def _added(first: Sequence[float], second: Sequence[float]) -> list[Any]:
     """Add two histograms of different lengths, element by element."""
     return [x + y for x, y in zip_longest(first, second, fillvalue=0)]

@@ -9,7 +9,8 @@ cost is wrong about one of them. Both are estimated separately near each power o
 by a Kalman filter: the more uncertain an estimate is, the further a timing moves it. Only differences between errors
 matter to a choice. They become known when two configurations run shortly after each other.
 
-Nothing here reads a clock: ranks that are told the same durations in the same order have the same estimates.
+Nothing here reads a clock. Ranks that make the same calls in the same order, with the same durations, have the same
+estimates.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ FORGET_NOISE = 0.05  # weight of the newest pair of rounds in the estimate of no
 class RoundTimes:
     """Estimates the ms of a round of each candidate, with errors.
 
-    candidates   index 1 + i of `mean` and `covariance` is candidate i; index 0 is `speed`
+    candidates   at least one. Index 1 + i of `mean` and `covariance` is candidate i; index 0 is `speed`
     octaves      by the exponent of the power of two: (mean [1 + n], covariance [1 + n, 1 + n]) of (speed, errors). The
                  arrays are changed in place
     noise        standard deviation of the log of one timing
     timings      number of timings of each candidate
     comparisons  number of timings that came after one of another candidate near the same batch size
 
-    Call `enter` (or `ms`, which does) before `errors` and `knows`: these are of the present octave.
+    Call `enter` (or `ms`, which does) before `errors` and `knows`: these are of the present octave. Batch sizes are at
+    least 1.
     """
 
     def __init__(self, cost: Roofline, candidates: Sequence[SpecConfig]) -> None:
@@ -89,18 +91,20 @@ class RoundTimes:
     def verify(self, drafts: Sequence[float]) -> None:
         """From now on let `ms` and `timed` count with rounds that do not verify all drafts, for ragged rules.
 
+        Each call replaces the one before.
+
         drafts  drafts that a round of each candidate verifies of a request on average, in the order of the candidates
         """
         self._verified = np.array(drafts)
         self._rows.clear()
         self._curves.clear()
 
-    def uneven(
+    def ragged_ms(
         self, candidate: int, batch: int, context_tokens: int, drafts: np.ndarray
     ) -> np.ndarray:
         """Return ms [n] of rounds of a candidate that verify `drafts [n]` of a request on average.
 
-        In the unit of `ms`, but not at least those of plain decoding.
+        The unit is that of `ms`. Unlike there, the result can be less than the ms of plain decoding.
         """
         self.enter(batch)
         mean, _ = self.octaves[self._octave]
@@ -109,7 +113,7 @@ class RoundTimes:
         cost = self.cost.grid([self.candidates[candidate]], *place, drafts)
         return math.exp(mean[1 + candidate]) * cost
 
-    def _uneven_cost(self, candidate: int, batch: int, context_tokens: int, drafts: float) -> float:
+    def _ragged_cost(self, candidate: int, batch: int, context_tokens: int, drafts: float) -> float:
         """Return the cost of one round that verifies `drafts` of a request on average.
 
         It is interpolated between multiples of 1/8 draft. Their costs are kept until the next `verify`, because
@@ -129,13 +133,14 @@ class RoundTimes:
     def enter(self, batch: int) -> None:
         """Make the octave of this batch size the present one.
 
-        If it never ran, it starts with the estimates of the nearest octave that did, and more uncertainty.
+        If it never ran, it starts with the estimates of the nearest octave that did, and more uncertainty. Each change
+        of octave makes its `speed` more uncertain, so enter only those that rounds are about to run in.
         """
         octave = octave_of(batch)
         if octave == self._octave:
             return
         self._octave = octave
-        self._forget()
+        self._drop_derived()
         if octave in self.octaves:
             mean, covariance = self.octaves[octave]
             covariance[0, 0] += AWAY**2  # in place: the speed may have changed since
@@ -181,7 +186,7 @@ class RoundTimes:
     def knows(self, candidate: int) -> bool:
         """Return whether rounds of this candidate were timed in the present octave, or near it, lately.
 
-        That is if log ms of them, with the speed, has a standard deviation below 0.5.
+        They were if the estimate of log ms, of `speed` and `error` together, has a standard deviation below 0.5.
         """
         _, covariance = self.octaves[self._octave]
         column = covariance[0] + covariance[1 + candidate]
@@ -197,7 +202,8 @@ class RoundTimes:
     ) -> None:
         """Learn from the duration of a round. Call it for every round, in the order in which they ran.
 
-        ms      None if other work is in it: the round does not count
+        config  one of the candidates
+        ms      above 0; None if other work is in it: the round does not count
         drafts  drafts that it verified of a request, on average; None: as many as `verify` said, or all
 
         The first round after another configuration does not count. The others count in pairs: of two rounds in a row
@@ -211,7 +217,7 @@ class RoundTimes:
         if drafts is None:
             cost = self._cost_of(batch, context_tokens)[i]
         else:
-            cost = self._uneven_cost(i, batch, context_tokens, drafts)
+            cost = self._ragged_cost(i, batch, context_tokens, drafts)
         log_ms = math.log(ms / cost)
         if self._first_of_pair is None:
             self._first_of_pair = log_ms
@@ -231,11 +237,11 @@ class RoundTimes:
         i       index in `mean` and `covariance`
         log_ms  log(ms / cost), a measurement of mean[0] + mean[i]
         """
-        # no `ms` was asked for: the round was launched under the rule before
+        # No `ms` was computed in this octave, because the round was launched under the rule before this one.
         if octave not in self.octaves:
             return
         self.timings[i - 1] += 1
-        self._forget()
+        self._drop_derived()
         mean, covariance = self.octaves[octave]
         covariance += PER_TIMING * self._prior
         covariance[0, 0] += DRIFT**2
@@ -277,11 +283,14 @@ class RoundTimes:
         }
 
     def restore(self, state: Mapping[str, Any]) -> bool:
-        """Set what `to_json` returned. Returns False, and sets nothing, for another cost or other candidates."""
+        """Set what `to_json` returned. Returns False, and sets nothing, for another cost or other candidates.
+
+        Call it before `enter`: the present octave need not be among the restored ones.
+        """
         candidates = tuple(map(SpecConfig.from_json, state["candidates"]))
         if state["cost"] != self._cost_id or candidates != self.candidates:
             return False
-        self._forget()
+        self._drop_derived()
         self.octaves = {}
         for octave, (mean, covariance) in state["octaves"].items():
             self.octaves[int(octave)] = np.array(mean, float), np.array(covariance, float)
@@ -290,7 +299,7 @@ class RoundTimes:
         self.timings = [int(count) for count in state["timings"]]
         return True
 
-    def _forget(self) -> None:
+    def _drop_derived(self) -> None:
         """Drop what was computed from the estimates. Call it whenever these or the present octave change."""
         self._factors = []
         self._errors = {}

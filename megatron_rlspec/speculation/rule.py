@@ -62,7 +62,8 @@ class SpecRule:
     candidates  configurations that the engine can run; sorted, so OFF comes first and the deepest last. Lists and
                 indices in this file and in `trials.py` follow this order
     cost        of rounds, by the model's sizes
-    acceptance  the estimate of accepted drafts; None: a prior
+    acceptance  the estimate of accepted drafts, of at least the deepest candidate's depth; the rule changes it. None: a
+                prior
     forecast    acceptance a_1, a_2, ... that the trainer predicts for new weights. A configuration that pays off by it
                 is tried at once, and only once
     ragged      whether a round verifies only the drafts of each request that pay (`ragged.py`). The engine then calls
@@ -125,7 +126,8 @@ class SpecRule:
                 engine must let it read those of `catch_up` requests before the round
         apart   whether a part of the requests can catch up and draft while the others do not; if not, all of them do
 
-        It changes state (trials, losses, the tally): call it once for each round.
+        It changes state (trials, losses, the tally): call it once for each round. `lengths`, `drafts` and `catch_up`
+        are of the newest call.
         """
         self.trials.unseen += 1
 
@@ -180,6 +182,8 @@ class SpecRule:
     ) -> Sequence[float]:
         """Learn how many drafts each request accepted in a round of `config`; it may come some rounds late.
 
+        All tensor-parallel ranks must pass the same numbers. A round without drafts need not be passed.
+
         accepted  [B] drafts of each request that drafted
         verified  [B] drafts of each request that were verified; only read with `logq`
         logq      [C, k], C <= B: log-probabilities of the drafts among which the round chose; None: it verified all.
@@ -222,7 +226,8 @@ class SpecRule:
 
         drafts        drafts that it verified of a request, on average; None: all. Ignored unless the rule is ragged
         caught_up_ms  ms of the round in which the drafter read what it had missed; None: not measured. The round does
-                      not count if the drafter caught up in a time that is unknown or a large part of `ms`
+                      not count if the drafter caught up in a time that is unknown or a large part of `ms`. With None
+                      the round must be the one just chosen: whether the drafter caught up is known of that one only
         """
         can_run = config in self.candidates and batch <= self._most_batch.get(config, batch)
         if not can_run:
@@ -239,7 +244,8 @@ class SpecRule:
     def limit(self, most_batch: Mapping[SpecConfig, int]) -> None:
         """Do not run these configurations above these batch sizes, for which they have no CUDA graphs.
 
-        A configuration that is missing has no limit. The engine must leave one that may run at every batch size.
+        A configuration that is missing has no limit. Each call replaces all earlier limits. The engine must leave one
+        that may run at every batch size: above all limits the shallowest one would run, without a graph.
         """
         self._most_batch = most_batch
         self._most = [most_batch.get(config, math.inf) for config in self.candidates]
@@ -247,8 +253,8 @@ class SpecRule:
     def inherit(self, former: SpecRule) -> None:
         """Go on from the rule before, after a push: limits, times of rounds, the incumbent, and what trials may lose.
 
-        Acceptance is that of the new weights, and not taken over. Trials come earlier, because old ones say less. If
-        cost or candidates differ, only the limits are taken over.
+        Call it before the first `choose`. Acceptance is that of the new weights, and not taken over. Trials come
+        earlier, because old ones say less. If cost or candidates differ, only the limits are taken over.
         """
         self.limit(former._most_batch)
         if not self.times.restore(former.times.to_json()):
@@ -262,7 +268,8 @@ class SpecRule:
     def report(self) -> dict[str, Any]:
         """Return the choices since the last report, and the state, as JSON. The counts then begin again.
 
-        This is an engine's `spec_rule_report`. `learning.py` reads it, and sends "learnt" back to `from_json`.
+        This is an engine's `spec_rule_report`. `learning.py` reads "rounds", "switches", "probes" (rounds of trials)
+        and "learnt", and sends "learnt" back to `from_json`.
         """
         tally, self._tally = self._tally, _Tally()
         return {
@@ -288,7 +295,7 @@ class SpecRule:
         self._since_plan = 0
         self._plans = []
         for i, config in enumerate(self.candidates):
-            ms = partial(self.times.uneven, i, batch, context_tokens)
+            ms = partial(self.times.ragged_ms, i, batch, context_tokens)
             self._plans.append(selection.plan(config.num_steps, ms))
         # From now on `times.ms` is of rounds that verify these numbers of drafts.
         self.times.verify([plan.verified for plan in self._plans])
@@ -386,12 +393,14 @@ class SpecRule:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SpecRule:
-        """Make a rule from JSON: `Learning.rule` of the trainer, with the engine's candidates. Raises ValueError.
+        """Make a rule from JSON: `Learning.rule` of the trainer, with the engine's candidates.
 
         Required: `candidates`, a list of numbers of drafts and "off", and `roofline`. Optional: `acceptance`,
         `forecast`, `ragged`, `chances` (`Prediction.chances`: drafts by log q that the trainer predicts), and `learnt`
         (as `report` returns it). `learnt` is ignored if it is of another cost or of other candidates. A new field must
         be added to `_KEYS`.
+
+        Raises ValueError; TypeError or KeyError for a `roofline` or an `acceptance` with unknown or missing fields.
         """
         unknown = set(data) - _KEYS
         if unknown:
@@ -416,7 +425,7 @@ class SpecRule:
             ragged=data.get("ragged", False),
         )
         if rule.selection is not None and data.get("chances") is not None:
-            rule.selection.foresee(counts_of(data["chances"]))
+            rule.selection.add_predicted(counts_of(data["chances"]))
         if data.get("learnt") is not None:
             rule._restore(data["learnt"])
         return rule

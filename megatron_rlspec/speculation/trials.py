@@ -2,8 +2,9 @@
 
 `rule.py` chooses the incumbent, and asks `Trials.next` before every round whether to run another candidate. A candidate
 is tried if it could be better than the incumbent within the errors of the estimates, and if the allowance pays for what
-the trial may lose. The allowance begins with FREE rounds and grows by SHARE with every round. Each trial that changes
-nothing doubles the wait for the next.
+the trial may lose. The allowance begins with FREE rounds and grows by SHARE with every round. Until two candidates were
+timed one after the other, the loss of a trial that begins counts as 0. Each trial that changes nothing doubles the wait
+for the next.
 
 Losses, the allowance and waits are in rounds of the incumbent. A candidate is an index into `candidates`; -1 is none.
 """
@@ -61,7 +62,7 @@ class Trials:
     forecast           acceptance a_1, a_2, ... that the trainer predicts for new weights; None: none, or used already
     requests           the number of requests that draft in the present trial
     unseen             rounds since acceptance was last observed; `rule.py` counts them
-    allowance          rounds that trials may lose now
+    allowance          rounds that trials may lose now; it can fall below 0, and no trial begins until it has recovered
     interval, wait     rounds from one trial to the next, and how many of them are left
     """
 
@@ -98,7 +99,10 @@ class Trials:
         self.interval = self.wait = WAIT
 
     def inherit(self, former: Trials, rounds: int) -> None:
-        """Go on from the trials before a push, which counts as `rounds` rounds without drafts."""
+        """Go on from the trials before a push, which counts as `rounds` rounds without drafts.
+
+        The wait gets shorter. The new `forecast` stays, and a trial that was running ends.
+        """
         self.unseen = former.unseen + rounds
         self.allowance = former.allowance
         self.interval = max(former.interval // 4, WAIT)
@@ -169,7 +173,8 @@ class Trials:
         for i, config in enumerate(self.candidates):
             tokens = expected_tokens(config, self.forecast)
             observed = self.acceptance.totals[config.num_steps]
-            # its rate, with the predicted tokens of a round in place of the observed ones
+            # The candidate's rate, with the predicted tokens of a round in place of the observed ones. A candidate that
+            # must not run has rate 0, so it never gains.
             gain = now.rates[i] / observed * tokens / now.rates[now.incumbent]
             if gain > most:
                 best, most = i, gain

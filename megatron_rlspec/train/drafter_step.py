@@ -21,7 +21,7 @@ from megatron_rlspec.config import DrafterConfig, OptimizerConfig
 from megatron_rlspec.custom import DrafterLoss, is_function
 from megatron_rlspec.custom import load as load_function
 from megatron_rlspec.losses.drafter import Kind, Student
-from megatron_rlspec.losses.predict import by_logq, deepen, logq_of_rows, of_rows, walk
+from megatron_rlspec.losses.predict import accept_and_reach, by_logq, deepen, logq_of_rows, walk
 from megatron_rlspec.packing.context_parallel import cp_index, join_from_cp
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.speculation.acceptance import Prediction
@@ -226,7 +226,7 @@ class DrafterStep:
         """
         objective = self.objective
         rows = student.rows
-        accept, reach = of_rows(rows, objective.depth, sampled=objective.sampled)
+        accept, reach = accept_and_reach(rows, objective.depth, sampled=objective.sampled)
         logq = logq_of_rows(rows, objective.depth)
         trained = torch.stack([w != 0 for w in targets.weight], 1)
         if objective.coupled:

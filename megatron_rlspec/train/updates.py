@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from megatron_rlspec.speculation.acceptance import Prediction, added
+from megatron_rlspec.speculation.acceptance import Prediction, sum_of_predictions
 from megatron_rlspec.train.objectives import means, total_of, with_logprobs
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import PackedBatch
@@ -45,7 +45,7 @@ def train_rollout(
     for batches in [mini_batches[0], *later]:
         updates.append(trainer.train_step(batches, logprob_gap=logprob_gap, **options))
         totals.append(trainer.totals)
-        prediction = added(prediction, trainer.prediction)
+        prediction = sum_of_predictions(prediction, trainer.prediction)
         if from_engines and updates[-1].get("policy/skipped") == 0:
             # With algorithm.old_logprobs="engine" the gap compares the engines with the present policy. After an
             # update these differ rightly, so only the updates up to it can be checked.

@@ -29,7 +29,7 @@ class Interpreter:
         self._reads, self._writes = reads, writes
 
     def sample(self, sizes: dict[str, int], **arrays: np.ndarray) -> SimpleNamespace:
-        """Set BLOCK and PARTS; return tokens, logprobs, and reads [N, V]: how often the kernel read each logit."""
+        """Set BLOCK and MANY_PARTS; return tokens, logprobs, and reads [N, V]: how often the kernel read each logit."""
         for name, value in sizes.items():
             setattr(self.sampling, name, value)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}

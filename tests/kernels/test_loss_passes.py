@@ -272,7 +272,7 @@ def test_a_kernel_is_chosen_if_its_losses_are_right(kernel: Interpreter) -> None
 
 
 def steps_in_worker(rank: int) -> list[dict[str, torch.Tensor]]:
-    assert not chosen.on_all(rank == 0, dist.group.WORLD, torch.device("cpu"))
+    assert not chosen.all_have_kernels(rank == 0, dist.group.WORLD, torch.device("cpu"))
     with interpreter() as found, mock.patch.object(chosen, "losses", lambda *_: found.losses):
         return [Step(rank=rank).run(kind, words) for kind, words in SHARDED]
 

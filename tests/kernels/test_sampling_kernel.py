@@ -15,7 +15,7 @@ from test_embedded_verify import murmur
 from megatron_rlspec.noise import draw
 
 pytest.importorskip("triton", reason="Triton is not installed; the kernels were not run")
-SIZES = {"BLOCK": 32, "PARTS": 2}
+SIZES = {"BLOCK": 32, "MANY_PARTS": 2}
 MASK = 0xFFFFFFFF
 PHASES = (Phase.reuse, Phase.generate)  # the interpreter is slow: a smaller example would take minutes
 
@@ -31,7 +31,7 @@ def test_a_batch_that_shrinks_compiles_nothing_anew() -> None:
     from megatron_rlspec.kernels import sampling
 
     cuts = {sampling.parts_of(rows, 151_680) for rows in range(1, 2049)}
-    assert {parts for parts, _ in cuts} == {sampling.PARTS, sampling.FEWER}
+    assert {parts for parts, _ in cuts} == {sampling.MANY_PARTS, sampling.FEW_PARTS}
     assert all(columns % 16 == 0 for _, columns in cuts)
 
 
@@ -120,7 +120,7 @@ def test_tokens_are_those_of_the_oracle(kernel: Interpreter, given: dict[str, np
 def test_tokens_do_not_depend_on_tiles_and_parts(
     kernel: Interpreter, given: dict[str, np.ndarray], block: int, parts: int
 ) -> None:
-    check(kernel, {"BLOCK": block, "PARTS": parts}, given)
+    check(kernel, {"BLOCK": block, "MANY_PARTS": parts}, given)
 
 
 @pytest.mark.parametrize("sharpness", [0.3, 20.0])
@@ -167,7 +167,7 @@ def test_noise_so_low_that_a_token_far_behind_wins(kernel: Interpreter) -> None:
     logits[:, 0] = 0
     logits[0, 1] = logits[1, 50] = -63
     found = kernel.sample(
-        sizes=SIZES | {"PARTS": 1},
+        sizes=SIZES | {"MANY_PARTS": 1},
         logits=logits,
         seeds=np.full(2, 3),
         positions=np.full(2, 4),
@@ -192,7 +192,7 @@ def test_a_row_of_tiles(kernel: Interpreter, sharpness: float) -> None:
         "sharpness": np.full(5, sharpness, np.float32),
     }
     given["logits"] = logits.astype(np.float32)
-    sizes = {"BLOCK": 16, "PARTS": 2}
+    sizes = {"BLOCK": 16, "MANY_PARTS": 2}
     check(kernel, sizes, {name: value[:4] for name, value in given.items()})
     assert kernel.sample(sizes=sizes, **given).tokens[4] == 0
 
@@ -203,7 +203,7 @@ def test_what_is_not_a_number_is_not_drawn(kernel: Interpreter) -> None:
     logits[1, ::2] = -np.inf
     logits[2, ::2] = -1e38
     given = {"seeds": np.full(3, 5), "positions": np.full(3, 6), "temperatures": np.ones(3, np.float32)}
-    found = kernel.sample(sizes={"BLOCK": 16, "PARTS": 2}, logits=logits, **given)
+    found = kernel.sample(sizes={"BLOCK": 16, "MANY_PARTS": 2}, logits=logits, **given)
     assert (found.tokens % 2 == 1).all() and len(set(found.tokens.tolist())) == 1
     assert np.allclose(found.logprobs, -np.log(20), atol=1e-6)
 

@@ -6,7 +6,7 @@ import torch
 
 from megatron_rlspec.losses import predict
 from megatron_rlspec.losses.drafter import Student
-from megatron_rlspec.losses.predict import deepen, logq_of_rows, of_rows
+from megatron_rlspec.losses.predict import accept_and_reach, deepen, logq_of_rows
 from megatron_rlspec.speculation import ragged
 from megatron_rlspec.speculation.acceptance import Prediction
 
@@ -108,7 +108,7 @@ def test_nothing_to_predict_from_is_zero_not_nan():
     empty = walk(torch.rand(5, 2), torch.rand(5, 2), torch.zeros(5, 2), [1, 2])
     assert empty.rates(2) == [0.0, 0.0] and empty.tokens_per_round(2) == 1.0
     rows = {name: torch.zeros(0) for name in ("match", "argmax_prob", "best_logq")}
-    for table in (*of_rows(rows, DEPTH, sampled=True), logq_of_rows(rows, DEPTH)):
+    for table in (*accept_and_reach(rows, DEPTH, sampled=True), logq_of_rows(rows, DEPTH)):
         assert table.shape == (0, DEPTH, 1)
     assert walk(torch.rand(0, 2), torch.rand(0, 2), torch.zeros(0, 2), [2]).tokens_per_round(2) == 1.0
 
@@ -128,7 +128,7 @@ def test_rows_kept_by_the_training_step_are_the_direct_ones():
     )
     student.learn_from(teacher)
     student.finish()
-    accept, reach = of_rows(student.rows, DEPTH, sampled=True)
+    accept, reach = accept_and_reach(student.rows, DEPTH, sampled=True)
     target = (teacher[index] @ head.T / 0.7).softmax(-1)
     expected = accept_probabilities(target, hidden @ head.T, labels)
     for got, want in zip((accept, reach), expected, strict=True):

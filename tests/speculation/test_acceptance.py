@@ -23,7 +23,7 @@ def draw(rng, rates, num_steps, requests):
 def remembering(depth, rounds, draws=2000.0):
     """Forgets by e in so many rounds, and keeps so many drafts."""
     acceptance = Acceptance(depth)
-    acceptance.keep, acceptance.most_draws = float(np.exp(-1 / rounds)), draws
+    acceptance.weight_per_round, acceptance.most_draws = float(np.exp(-1 / rounds)), draws
     return acceptance
 
 

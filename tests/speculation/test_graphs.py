@@ -14,7 +14,7 @@ LAYERS = 36
 
 
 def test_no_acceptance_chooses_a_candidate_beyond_its_range():
-    most = graphs.needed(CANDIDATES, 256, LAYERS)
+    most = graphs.largest_batches(CANDIDATES, 256, LAYERS)
     cost = Roofline.of_layers(LAYERS, graphs.WIDEST_RIDGE)
     assert most[OFF] == 256 >= most[SpecConfig(1)] > most[SpecConfig(3)] > most[SpecConfig(5)] >= 1
     rng = np.random.default_rng(0)
@@ -28,7 +28,7 @@ def test_no_acceptance_chooses_a_candidate_beyond_its_range():
 
 def test_ranges_end_at_the_next_captured_size():
     most = {OFF: 256, SpecConfig(1): 256, SpecConfig(3): 61, SpecConfig(5): 3}
-    config = graphs.slots(most, 256)
+    config = graphs.adaptive_config(most, 256)
     assert {int(start): slot["candidate_steps"] for start, slot in config.items()} == {
         1: [0, 1, 3, 5],
         4: [0, 1, 3],

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_rlspec.rollout.sglang.settings import DRAFTED
-from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs
+from megatron_rlspec.speculation.acceptance import accept_length, delivered, pooled, runs_of_ones
 
 
 def of_samples(samples: Iterable[Any]) -> float:
@@ -30,7 +30,7 @@ def with_histogram(slimes_add: Callable[..., None]) -> Callable[..., None]:
         if DRAFTED in meta_info:
             # SGLang's histogram counts drafts past the end of the sample, too. Its sum is the number of rounds.
             drafted = meta_info[DRAFTED]
-            histogram = delivered(sum(histogram), runs(drafted), len(drafted))
+            histogram = delivered(sum(histogram), runs_of_ones(drafted), len(drafted))
         self.histogram = pooled([getattr(self, "histogram", ()), histogram]).tolist()
 
     return add

@@ -35,7 +35,7 @@ from megatron_rlspec.integrations.slime.engines import described
 from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.integrations.slime.refusals import HIDDEN_MTP
 from megatron_rlspec.integrations.slime.seeds import sampling_seed
-from megatron_rlspec.speculation.acceptance import Prediction, added
+from megatron_rlspec.speculation.acceptance import Prediction, sum_of_predictions
 from megatron_rlspec.train import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
     global _prediction
     assert _drafter is not None
     before = _prediction if step["step_id"] else None  # step 0 begins a new rollout's samples
-    _prediction = added(before, _drafter.predicted)
+    _prediction = sum_of_predictions(before, _drafter.predicted)
     # One rank of the last pipeline stage writes: the other stages have no prediction, and its ranks all have the same.
     first = ps.get_data_parallel_rank(with_context_parallel=True) == 0
     first = first and ps.get_tensor_model_parallel_rank() == 0

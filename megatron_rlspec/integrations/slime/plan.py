@@ -214,5 +214,5 @@ def _captured_graphs(user_flags: Flags, candidates: Sequence[int]) -> dict[str, 
     layers = whole_number(user_flags.get("--num-layers"))
     if layers is None:  # which counts pay at which batch is not known: capture all at every batch
         return {"1": {"candidate_steps": list(candidates)}}
-    needed = graphs.needed(chains(candidates), max_batch, layers)
-    return graphs.slots(needed, max_batch)
+    largest = graphs.largest_batches(chains(candidates), max_batch, layers)
+    return graphs.adaptive_config(largest, max_batch)

@@ -22,7 +22,7 @@ from megatron_rlspec.rollout.sglang.client.connection import MALFORMED, Connecti
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.client.transport import Http, Transport
 from megatron_rlspec.rollout.sglang.settings import given_or_environment_key
-from megatron_rlspec.speculation.acceptance import delivered, pooled, runs
+from megatron_rlspec.speculation.acceptance import delivered, pooled, runs_of_ones
 from megatron_rlspec.speculation.round_log import Round
 from megatron_rlspec.types import (
     Load,
@@ -335,7 +335,7 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
     spans = tuple((int(s["version"]), s["start"], s["end"]) for s in line["weight_versions"])
     # SGLang may mark tokens past the end of the response. Its histogram counts them, too, so only its sum is used: the
     # number of verify rounds.
-    drafted = tuple(runs(line["drafted"][: len(response)]))
+    drafted = tuple(runs_of_ones(line["drafted"][: len(response)]))
     accepted = delivered(sum(line["accepted"]), drafted, len(response))
     begun = request.partial
     if begun is not None:

@@ -311,7 +311,8 @@ def arguments_for(
         return arguments, Settings(options.verifier), {}
     candidates = _candidates(options)
     # SGLang sizes its buffers by the startup value, so it may not be 0. It captures CUDA graphs of that step count at
-    # every batch size, and the rule needs the smallest step count at every batch size anyway (`graphs.needed`).
+    # every batch size, and the rule needs the smallest step count at every batch size anyway
+    # (`graphs.largest_batches`).
     start = min(steps for steps in candidates if steps)
     arguments += _drafter_arguments(options, start)
     settings = Settings(
@@ -396,11 +397,12 @@ def _slots(options: argparse.Namespace, steps: Sequence[int]) -> dict[str, Any]:
     """
     max_batch = options.max_running_requests
     layers = _hf_config(options.model).get("num_hidden_layers", 1)
-    largest = graphs.needed(chains(steps), max_batch, layers)  # configuration -> its largest batch
+    # configuration -> its largest batch
+    largest = graphs.largest_batches(chains(steps), max_batch, layers)
     if options.ragged:  # many drafts can pay at any batch if few of them are verified
         largest = dict.fromkeys(largest, max_batch)
     slots = {}
-    for batch, slot in graphs.slots(largest, max_batch).items():
+    for batch, slot in graphs.adaptive_config(largest, max_batch).items():
         slots[batch] = {"candidate_steps": sorted({0, *slot["candidate_steps"]})}
     return slots
 
