@@ -201,7 +201,7 @@ def stream(plan: Plan, engine: SGLangEngine, requests: int, context: int) -> Ite
     rng = np.random.default_rng(requests * context)
     tokens = rng.integers(3, plan.shape.vocab, (requests, context))
     prompts = [Prompt(i, tokens[i % requests]) for i in range(MANY * requests)]
-    pool = EnginePool({"engine": engine}, in_flight=requests)
+    pool = EnginePool({"engine": engine}, max_in_flight=requests)
     ended = threading.Event()
     errors: list[Exception] = []
 

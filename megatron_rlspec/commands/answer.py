@@ -137,7 +137,7 @@ def _served(config: Config) -> str:
     Raises ConfigError if the engines hold different weights.
     """
     pool = EnginePool(KINDS[config.rollout.engine].start(config, Path(), GpuLayout()).wait())
-    by_engine = pool.everywhere(lambda engine: sorted(engine.fingerprints().items()))
+    by_engine = pool.call_all(lambda engine: sorted(engine.fingerprints().items()))
     digests = {identity.of_rows(fingerprints) for fingerprints in by_engine.values()}
     if len(digests) > 1:
         raise ConfigError("rollout.urls: the engines hold different weights; expected the same")
@@ -185,7 +185,7 @@ def _set_speculation(config: Config, hf_config: dict[str, Any], pool: EnginePool
     """Give all engines the rule or the configuration that [spec] asks for."""
     if config.spec.mode == "adaptive":
         rule = learning(config, hf_config).rule()
-        pool.everywhere(lambda engine: engine.set_spec_rule(rule))
+        pool.call_all(lambda engine: engine.set_spec_rule(rule))
     else:
         fixed = config.spec.config()
-        pool.everywhere(lambda engine: engine.set_config(fixed))
+        pool.call_all(lambda engine: engine.set_config(fixed))

@@ -50,6 +50,7 @@ def pack(
 ) -> list[PackedBatch]:
     """Return this rank's micro-batches of one optimizer step; ranks with too few samples get batches of padding only.
 
+    depth                   drafts of each position, for the lists of `PackedBatch`
     tokens_per_micro_batch  most tokens of one micro-batch with padding, over all its context-parallel ranks
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample; 0 if omitted
@@ -60,6 +61,7 @@ def pack(
                             token: the mean over trained tokens
                             sample: the mean over samples of their token means (0 for a sample without trained tokens)
                             constant: Σ / (samples · constant_length)
+    constant_length         tokens that each sample counts under aggregation=constant; not read otherwise
 
     `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 becomes 1; the sum that it
     divides is 0.
@@ -70,8 +72,8 @@ def pack(
     batch_unit = math.lcm(chunks, cp_size * multiple)
     # The padded length decides where a sample is cut. It must not depend on the other samples of the batch, because
     # `_rows_in` needs the same cuts in `drafter_part`.
-    unit = 1 if cp_size == 1 else batch_unit
-    padded_lengths = [-(-length // unit) * unit for length in lengths]
+    sample_unit = 1 if cp_size == 1 else batch_unit
+    padded_lengths = [-(-length // sample_unit) * sample_unit for length in lengths]
     budget = tokens_per_micro_batch // batch_unit * batch_unit
     bins = partition(padded_lengths, budget, dp_size)
     columns = _columns(samples, lengths, advantages, drafter_weights)
@@ -109,15 +111,16 @@ def pack(
     return batches
 
 
-def predicted_positions(total: int, tokens: float) -> Tensor:
+def predicted_positions(total: int, step_tokens: float) -> Tensor:
     """Return the positions of a micro-batch at which acceptance is predicted: a mask `[total]`, on the CPU.
 
-    total   positions of the micro-batch before the context-parallel slice
-    tokens  all tokens that the drafter learns from in the step, on all ranks
+    total        positions of the micro-batch before the context-parallel slice
+    step_tokens  tokens that the drafter learns from in the step, on all ranks; an estimate is enough: `pack` counts
+                 trained tokens, `cotrainer/fields.py` those of depth 1
 
     `cotrainer/fields.py` uses it, too.
     """
-    wanted = WINDOW * PREDICTED_TOKENS / max(1.0, tokens)
+    wanted = WINDOW * PREDICTED_TOKENS / max(1.0, step_tokens)
     first = max(32, math.ceil(wanted))  # some of every window, however large the step is
     return torch.arange(total) % WINDOW < first
 
@@ -127,14 +130,15 @@ def partition(
     budget: int,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Put the indices of `lengths` into balanced bins of at most `budget`; return a multiple of `multiple_of` bins.
+    """Put the indices of `lengths` into balanced bins whose lengths add up to at most `budget` in each.
 
+    The number of bins is a multiple of `multiple_of`.
     For `pack` a bin is a micro-batch, an item a sample, and `multiple_of` the data-parallel size.
 
-    Items are placed in order of falling length, each into the emptiest bin; with more bins, if one is too full. Equal
-    lengths and loads are ordered by index, so that all ranks get the same bins. `multiple_of` consecutive bins have
-    similar loads, so ranks that take every `multiple_of`-th bin wait little for each other. Bins can be empty. Raises
-    ValueError for an item above the budget.
+    Items are placed in order of falling length, each into the emptiest bin. If one does not fit there, all are placed
+    again, into `multiple_of` more bins. Equal lengths and loads are ordered by index, so that all ranks get the same
+    bins. `multiple_of` consecutive bins have similar loads, so ranks that take every `multiple_of`-th bin wait little
+    for each other. Bins can be empty. Raises ValueError for an item above the budget.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if order and lengths[order[0]] > budget:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Placeholders in keys of the table, and the pattern that each stands for.
-FAMILIES = {"<d>": r"\d+", "<config>": r"\w+", "<part>": r"\w+"}
-# values of `normal` that a number can be compared with; other values are prose
+PLACEHOLDERS = {"<d>": r"\d+", "<config>": r"\w+", "<part>": r"\w+"}
+# values of `normal` that a number can be compared with, without sign or exponent; other values are prose
 BOUND = re.compile(r"(below|above|at least|) ?(\d+(?:\.\d+)?)")
 
 
@@ -52,18 +52,23 @@ def _read() -> list[tuple[re.Pattern[str], Metric]]:
     for key, fields in table.items():
         pattern = re.escape(key)
         # the placeholder is escaped by now, so its escaped form is replaced
-        for family, part in FAMILIES.items():
-            pattern = pattern.replace(re.escape(family), part)
+        for placeholder, placeholder_pattern in PLACEHOLDERS.items():
+            pattern = pattern.replace(re.escape(placeholder), placeholder_pattern)
         entries.append((re.compile(pattern), Metric(key, **fields)))
     return entries
 
 
-_ENTRIES = _read()  # at import; `find` takes the first entry whose pattern matches
+# Read at import. `find` takes the first match, so in the table an exact key stands before a family that would match it,
+# too.
+_ENTRIES = _read()
 METRICS = tuple(metric for _, metric in _ENTRIES)
 
 
 def find(key: str) -> Metric | None:
-    """Return the entry of a record's key, also of a family such as `drafter/loss_2`; None for an unknown key."""
+    """Return the entry of a key of a record; None for an unknown key.
+
+    A key such as `drafter/loss_2` has the entry of its family, `drafter/loss_<d>`.
+    """
     for pattern, metric in _ENTRIES:
         if pattern.fullmatch(key):
             return metric

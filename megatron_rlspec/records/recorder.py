@@ -1,4 +1,6 @@
-"""Write a run's records, events and sample texts to JSONL, and read them. Rank 0 only.
+"""Write a run's records, events and sample texts to JSONL, and read them.
+
+Only rank 0 makes a Recorder; any process may read.
 
 Users and `commands/report/` read these files. `docs/runs.md` lists them, and `metric_names.toml` the keys of records.
 """
@@ -55,7 +57,7 @@ class Recorder:
                 partial.unlink()
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)
-        # All lines stay here; only an unfinished last one is dropped, which the next line would be appended to.
+        # Their whole lines stay. An unfinished last line is dropped: the next record would be appended to it.
         for name in ("events", "process"):
             _keep_before(self.run_dir / f"{name}.jsonl", math.inf)
         self._sinks = open_sinks()
@@ -132,7 +134,7 @@ class Recorder:
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add all rows as lines to a JSONL file, or none if a write fails, as on a full disk. Raises OSError."""
         path = self.run_dir / f"{name}.jsonl"
-        lines = [json.dumps(finite(row), allow_nan=False) + "\n" for row in rows]
+        lines = [json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows]
         content = "".join(lines).encode()
         # Unbuffered, so that a failure shows here. A write may take a part only.
         with path.open("ab", buffering=0) as file:
@@ -160,14 +162,17 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def finite(value: Any) -> Any:
-    """Return a copy of a value for JSON, with None for NaN and infinities: JSON has no such numbers."""
+def _finite(value: Any) -> Any:
+    """Return a copy of a value for JSON, with None for NaN and infinities: JSON has no such numbers.
+
+    Numpy's float32 and integers stay as they are, and json.dumps refuses them: callers pass plain numbers.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [_finite(inner) for inner in value]
     return value
 
 
@@ -197,7 +202,7 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
 def _keep_before(path: Path, step: float) -> None:
     """Drop the lines of `step` and later, and an unfinished last line that a killed run left. Raises FileError.
 
-    Lines without a step stay. The file is replaced as a whole, so a crash leaves the old or the new one.
+    Lines without a step count as step 0. The file is replaced as a whole, so a crash leaves the old or the new one.
     """
     if not path.exists():
         return

@@ -385,7 +385,7 @@ class Conversations:
                     # Conversations of one engine fail at the same time. `drop` takes the engine out once.
                     with self._lock:
                         for begun in error.begun.values():
-                            self._engines.continued += len(begun.response)
+                            self._engines.continued_tokens += len(begun.response)
                         self._engines.drop(name, error)
         except EngineError as error:  # no engine is left, or none takes the request
             self._fail(error)

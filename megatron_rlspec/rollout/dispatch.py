@@ -26,9 +26,9 @@ Returned = Callable[[str, Request | None], None]
 class Pool(Protocol):
     """What a `Dispatch` needs of the pool; `EnginePool` says what each means."""
 
-    in_flight: int
-    continues: bool
-    continued: int
+    max_in_flight: int
+    can_continue: bool
+    continued_tokens: int
 
     @property
     def engines(self) -> Mapping[str, RolloutEngine]: ...
@@ -42,22 +42,23 @@ class Dispatch:
     """One `generate`. The calling thread distributes groups; worker threads wait for engines.
 
     A call is one `RolloutEngine.generate` of several requests, in a worker thread. A request is in exactly one place:
-    in `waiting`, in `where` while a call generates it, in the hands of a mover that has claimed it, in `coming`, or in
-    `samples`. Engines are named as in the pool.
+    in `waiting`, in `assigned` while a call generates it, in the hands of a mover that has claimed it and aborted its
+    sample, in `resumed`, or in `samples`. Engines are named as in the pool.
 
-    `lock` guards the fields that engines' threads and other callers also use. `finish` runs in one thread. Callbacks
-    (`on_sample`, and `Returned`) are called without the lock, because they may take locks of their own.
+    `lock` guards the fields that engines' threads and other callers also use: all but `running` and `failure`.
+    `finish` is called once, and `running` belongs to its thread. Callbacks (`on_sample`, and `Returned`) are called without the lock,
+    because they may take locks of their own.
 
-    waiting  groups of requests that no engine has, the next first
-    samples  the samples that have ended, by id
-    load     by engine, how many unfinished requests it has; not kept up for a lost one
-    running  the engine and the requests of each call that has not been collected
-    where    by id, the engine that generates a request, and the request as it was sent
-    claimed  by id, the callback of the mover that has claimed a request
-    coming   requests that `resume` continues, with the engine to continue on
-    aborted  ids of requests that the caller aborted before they had ended
-    over     whether `finish` has failed: failed calls return no samples, so nothing can be claimed any more
-    news     wakes the thread of `finish`
+    waiting     groups of requests that no engine has, the next first
+    samples     the samples that have ended, by id
+    load        by engine, how many unfinished requests of this `generate` it has; not kept up for a lost one
+    running     the engine and the requests of each call that has not been collected
+    assigned    by id, the engine that generates a request, and the request as it was sent
+    claimed     by id, the callback of the mover that has claimed a request
+    resumed     requests that `resume` continues, with the engine to continue on
+    aborted     ids of requests that the caller aborted before they had ended
+    has_failed  whether `finish` has failed: failed calls return no samples, so nothing can be claimed any more
+    wake_up     is set after every change that `finish` must react to
     """
 
     def __init__(
@@ -78,14 +79,16 @@ class Dispatch:
         self.abort_at = 0.0  # when the aborts are repeated, by time.monotonic()
         self.load: dict[str, int] = defaultdict(int)
         self.running: dict[Future, tuple[str, list[Request]]] = {}
-        self.where: dict[str, tuple[str, Request]] = {}
+        self.assigned: dict[str, tuple[str, Request]] = {}
         self.claimed: dict[str, Returned] = {}
-        self.coming: deque[tuple[str, list[Request]]] = deque()
-        self.over = False
+        self.resumed: deque[tuple[str, list[Request]]] = deque()
+        self.has_failed = False
         self.failure: BaseException | None = None  # see `fail`
-        self.lock = threading.RLock()
-        self.news = threading.Event()
-        self.news.set()  # the first turn of `finish` distributes
+        self.lock = (
+            threading.RLock()
+        )  # reentrant: `_start` takes it, and some of its callers hold it
+        self.wake_up = threading.Event()
+        self.wake_up.set()  # the first turn of `finish` distributes
 
     def finish(self) -> list[Sample]:
         """Generate all samples, and return them in the order of their requests. Raises EngineError and RequestError."""
@@ -94,9 +97,9 @@ class Dispatch:
             try:
                 while not self._ended():
                     # with a limit while aborts may have to be repeated
-                    self.news.wait(ABORT_AGAIN if self.aborted else None)
+                    self.wake_up.wait(ABORT_AGAIN if self.aborted else None)
                     # before the work: what happens meanwhile sets it again
-                    self.news.clear()
+                    self.wake_up.clear()
                     if self.failure is not None:
                         raise self.failure
                     self._abort_again()
@@ -106,7 +109,7 @@ class Dispatch:
             except BaseException:
                 self.waiting.clear()
                 with self.lock:
-                    self.over = True  # before the claims end, so that no new one is made
+                    self.has_failed = True  # before the claims end, so that no new one is made
                 self._end_claims(list(self.claimed))
                 # Without this, leaving `threads` would wait until the engines have generated everything.
                 self._abort_all()
@@ -118,9 +121,12 @@ class Dispatch:
         return len(self.samples) == len(self.requests) and not self.running
 
     def fail(self, error: BaseException) -> None:
-        """Have `finish` raise this error. A mover calls it, from its thread, when it has lost claimed samples."""
+        """Have `finish` raise this error. A mover calls it, from its thread, when it has lost claimed samples.
+
+        Without it `finish` would wait for those samples forever.
+        """
         self.failure = error
-        self.news.set()
+        self.wake_up.set()
 
     # ---- to the engines ---------------------------------------------------------------------------------------------
 
@@ -132,8 +138,8 @@ class Dispatch:
         self.waiting.extendleft(reversed(groups.values()))  # `extendleft` turns the order round
 
     def _least_loaded(self) -> str | None:
-        """Return the engine that gets the next group; None if all have `in_flight` requests or more."""
-        limit = self.pool.in_flight
+        """Return the engine that gets the next group; None if all have `max_in_flight` requests or more."""
+        limit = self.pool.max_in_flight
         engines = list(self.pool.engines)  # another thread may drop one
         free = [name for name in engines if not limit or self.load[name] < limit]
         if not free:
@@ -159,53 +165,55 @@ class Dispatch:
 
     def _start_resumed(self, threads: ThreadPoolExecutor) -> None:
         """Start what `resume` has brought. If its engine is lost or a request is aborted, it goes back to the queue."""
-        while self.coming:
+        while self.resumed:
             # Under one lock, so that `on_engine` always sees these requests.
             with self.lock:
-                engine, requests = self.coming.popleft()
+                engine, requests = self.resumed.popleft()
                 aborted = any(request.id in self.aborted for request in requests)
                 starts = not aborted and engine in self.pool.engines
                 if starts:
                     self.load[engine] += len(requests)
                     self._start(threads, engine, requests)
             if not starts:
-                self._give_back(requests)
+                self._requeue(requests)
 
     def _start(self, threads: ThreadPoolExecutor, name: str, requests: list[Request]) -> None:
         """Have an engine generate these requests, in a thread. The caller has counted them in `load`.
 
         If the pool has just dropped the engine, the call fails, and `_collect` gives the requests back.
         """
-        calls = {request.id: (name, request) for request in requests}
+        assignments = {request.id: (name, request) for request in requests}
         with self.lock:
-            self.where.update(calls)
+            self.assigned.update(assignments)
         engine = self.pool.engines.get(name)
 
         def generate() -> list[Sample]:
             if engine is None:
                 raise EngineError(f"{name}: it was left out before it got its requests")
-            return engine.generate(requests, self.sampling, self._ender(calls))
+            return engine.generate(requests, self.sampling, self._on_sample_of(assignments))
 
         future = threads.submit(generate)
         self.running[future] = (name, requests)
-        future.add_done_callback(lambda _: self.news.set())
+        future.add_done_callback(lambda _: self.wake_up.set())
 
     # ---- back from the engines --------------------------------------------------------------------------------------
 
-    def _ender(self, calls: Mapping[str, tuple[str, Request]]) -> Callable[[Sample], None]:
+    def _on_sample_of(
+        self, assignments: Mapping[str, tuple[str, Request]]
+    ) -> Callable[[Sample], None]:
         """Return the `on_sample` of one call. The engine calls it from its own threads.
 
-        calls  by id, the engine and the request, the same objects as in `where`
+        assignments  by id, the engine and the request: the same tuples as in `assigned`
         """
 
         def end(sample: Sample) -> None:
             id = sample.request_id
-            engine, request = calls[id]
+            engine, request = assignments[id]
             with self.lock:
                 # The sample is late: the call has failed before, and another call has this request now.
-                if self.where.get(id) is not calls[id]:
+                if self.assigned.get(id) is not assignments[id]:
                     return
-                del self.where[id]
+                del self.assigned[id]
                 self.load[engine] -= 1
                 returned = self.claimed.pop(id, None)
                 # A mover aborts what it has claimed. A sample that ended by itself is not moved, nor is one that the
@@ -214,7 +222,7 @@ class Dispatch:
                 leaves = returned is not None and aborted_to_move
                 if not leaves:
                     self.samples[id] = sample
-                self.news.set()
+                self.wake_up.set()
             if returned is not None:
                 returned(id, self._continued(request, sample) if leaves else None)
             if self.on_sample and not leaves:
@@ -224,7 +232,7 @@ class Dispatch:
 
     def _continued(self, request: Request, sample: Sample) -> Request:
         """Return the request with which another engine goes on after an aborted sample."""
-        if not len(sample.response) or not self.pool.continues:
+        if not len(sample.response) or not self.pool.can_continue:
             return request
         return replace(request, partial=Partial.of(sample))
 
@@ -242,33 +250,34 @@ class Dispatch:
                 raise
             except EngineError as error:
                 self.pool.drop(engine, error)
-                self._give_back(self._lost(engine, requests, error))
+                self._requeue(self._lost(engine, requests, error))
 
     def _lost(self, engine: str, requests: list[Request], error: EngineError) -> list[Request]:
-        """Take the unfinished requests of a failed call out of `where`, and end the claims on them.
+        """Take the unfinished requests of a failed call out of `assigned`, and end the claims on them.
 
         Returns them with what the engine's error knows of their samples (`EngineError.begun`).
         """
-        left = []
+        unfinished = []
         with self.lock:
             for request in requests:
-                if self.where.get(request.id) == (engine, request):
-                    del self.where[request.id]
+                if self.assigned.get(request.id) == (engine, request):
+                    del self.assigned[request.id]
+                    # An engine whose samples others cannot continue states no `begun`, so `can_continue` is not asked.
                     begun = error.begun.get(request.id, request.partial)
-                    left.append(replace(request, partial=begun))
-        self._end_claims([request.id for request in left])
+                    unfinished.append(replace(request, partial=begun))
+        self._end_claims([request.id for request in unfinished])
         for begun in error.begun.values():
-            self.pool.continued += len(begun.response)
-        return left
+            self.pool.continued_tokens += len(begun.response)
+        return unfinished
 
-    def _give_back(self, requests: Sequence[Request]) -> None:
+    def _requeue(self, requests: Sequence[Request]) -> None:
         """Put requests to the head of the queue. Aborted ones end instead, with the tokens that they have."""
         with self.lock:
             aborted = [request for request in requests if request.id in self.aborted]
             self._enqueue([request for request in requests if request.id not in self.aborted])
             for request in aborted:
                 self.samples[request.id] = request.aborted()
-            self.news.set()
+            self.wake_up.set()
         for request in aborted:
             if self.on_sample:
                 self.on_sample(self.samples[request.id])
@@ -290,7 +299,7 @@ class Dispatch:
             waiting = [request for group in self.waiting for request in group]
             self.waiting.clear()
         # also if none waited: it wakes `finish`, which waits with a limit from now on
-        self._give_back(waiting)
+        self._requeue(waiting)
 
     def _abort_again(self) -> None:
         """Repeat the abort if it is time: requests may have reached their engine after the first one."""
@@ -303,7 +312,7 @@ class Dispatch:
         """Ask the engines to end the aborted requests that they have."""
         ids_by_engine: dict[str, list[str]] = {}
         with self.lock:
-            for id, (name, _) in self.where.items():
+            for id, (name, _) in self.assigned.items():
                 if id in self.aborted:
                     ids_by_engine.setdefault(name, []).append(id)
         engines = dict(self.pool.engines)  # a copy: another thread may drop one
@@ -326,10 +335,10 @@ class Dispatch:
         """Return the unfinished requests of an engine by id, also those that `resume` is about to start on it."""
         unfinished: dict[str, Request] = {}
         with self.lock:
-            for name, request in self.where.values():
+            for name, request in self.assigned.values():
                 if name == engine:
                     unfinished[request.id] = request
-            for name, requests in self.coming:
+            for name, requests in self.resumed:
                 if name == engine:
                     unfinished |= {request.id: request for request in requests}
         return unfinished
@@ -338,18 +347,19 @@ class Dispatch:
         """Claim running samples of an engine, to move them. The mover then aborts them on that engine.
 
         returned  is called once for each claimed id, from an engine's thread or that of `finish`. It gets the request
-                  to continue (`resume` takes it), or None if the sample has ended or the engine is lost
+                  to continue, or None if the sample has ended or the engine is lost. The mover must hand every such
+                  request to `resume`, or call `fail`: `finish` waits for its sample
 
         Returns the claimed ids. The other ids are not on this engine, or claimed already.
         """
         claimed: list[str] = []
         with self.lock:
-            if self.over:
+            if self.has_failed:
                 return claimed
             for id in ids:
-                if id in self.claimed or id not in self.where:
+                if id in self.claimed or id not in self.assigned:
                     continue
-                name, _ = self.where[id]
+                name, _ = self.assigned[id]
                 if name == engine:
                     self.claimed[id] = returned
                     claimed.append(id)
@@ -370,5 +380,5 @@ class Dispatch:
         if not requests:
             return
         with self.lock:
-            self.coming.append((engine, list(requests)))
-            self.news.set()
+            self.resumed.append((engine, list(requests)))
+            self.wake_up.set()

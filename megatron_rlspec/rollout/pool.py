@@ -6,8 +6,8 @@
                                   │                                               ▼
     left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
 
-Pushes, checks and moves ask the pool for its engines. Only the pool adds and drops one. Any thread may drop one, so
-code that iterates over `engines` copies it first.
+Pushes, checks and moves ask the pool for its engines. They change the set by `add` and `drop` only. Any thread may drop
+one, so code that iterates over `engines` copies it first.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ logger = logging.getLogger(__name__)
 class EnginePool:
     """Generates on several engines. Requests of one prompt go to one engine, whose prefix cache they share.
 
-    A group goes to the engine that has the fewest requests at that moment.
+    A group goes to the engine that has the fewest unfinished requests of the same `generate`.
 
-    engines    by name. The pool is the only registry of a run's engines
-    in_flight  an engine with this many requests gets no further group until some have ended. 0: all groups are
-               distributed at the start
-    lost       is called with the name of each engine that failed, from the thread that saw the failure
-    continues  whether the engines take samples that have begun; otherwise such samples begin anew
-    balance    a context around every `generate`, which may move its samples through `Dispatch`; None: nothing moves
-               them. `extensions/migration/wiring.py` sets it
-    continued  tokens of lost engines' samples that other engines continued from; `Dispatch` and `Conversations` add
-    failures   by name, why engines failed, until `take_failures`
+    engines           by name. The pool is the only registry of a run's engines
+    max_in_flight     an engine with this many requests of a `generate` gets no further group until some have ended. 0:
+                      all groups are distributed at the start
+    lost              is called with the name of each engine that failed, from the thread that saw the failure
+    can_continue      whether the engines take samples that have begun; otherwise samples that are moved or aborted
+                      begin anew
+    balance           a context around every `generate`, which may move its samples through `Dispatch`; None: nothing
+                      moves them. `extensions/migration/wiring.py` sets it
+    continued_tokens  tokens of lost engines' samples that other engines continued from; `Dispatch` and `Conversations`
+                      add them, and `run/rollouts.py` takes differences
+    failures          by name, why engines failed, until `take_failures`
 
     A request that an engine refuses as malformed ends `generate` with RequestError, and the engine stays. An engine
     that fails is closed and left out from then on. Its unfinished requests continue on the others, from what is known
@@ -50,22 +52,22 @@ class EnginePool:
     def __init__(
         self,
         engines: Mapping[str, RolloutEngine],
-        in_flight: int = 0,
+        max_in_flight: int = 0,
         lost: Callable[[str], None] = lambda name: None,
-        continues: bool = True,
+        can_continue: bool = True,
     ) -> None:
         if not engines:
             raise ValueError("an EnginePool needs at least one engine")
         self._engines = dict(engines)
-        self.in_flight = in_flight
+        self.max_in_flight = max_in_flight
         self._lost = lost
-        self.continues = continues
+        self.can_continue = can_continue
         self._running: list[Dispatch] = []
         self.balance: Callable[[Dispatch], AbstractContextManager] | None = None
-        self.continued = 0
+        self.continued_tokens = 0
         self.failures: dict[str, str] = {}
         self._last_failure = ""
-        self._dropping = threading.Lock()
+        self._dropping = threading.Lock()  # guards `failures`, and engines that leave
 
     @property
     def engines(self) -> Mapping[str, RolloutEngine]:
@@ -80,7 +82,8 @@ class EnginePool:
     ) -> list[Sample]:
         """Generate one sample per request, in their order. `on_sample` is called once per request, from any thread.
 
-        Raises EngineError if no engine is left, and ValueError if two requests have one id.
+        Several threads may call, with different ids: an engine refuses an id that it already has. Raises EngineError if
+        no engine is left, RequestError if an engine refuses a request, and ValueError if two requests have one id.
         """
         self.check()
         if len({request.id for request in requests}) != len(requests):
@@ -119,6 +122,8 @@ class EnginePool:
         if engine is not None:
             logger.warning("engine left out, %d remain: %s", len(self._engines), error)
             engine.close()
+            # Before `check`: if this was the last engine, whoever gets the EngineError must find its restart pending
+            # (`Engines.awaited`).
             self._lost(name)
         self.check()
 
@@ -135,14 +140,17 @@ class EnginePool:
             raise EngineError(f"no engine is left; the last one failed with: {self._last_failure}")
 
     def add(self, name: str, engine: RolloutEngine) -> None:
-        """Add an engine, between two rollouts. It must get the others' weights before the next one."""
+        """Add an engine, between two rollouts. It must get the others' weights before the next one.
+
+        No engine of the pool may have this name: it would be replaced without being closed.
+        """
         self._engines[name] = engine
 
-    def everywhere(self, call: Callable[[RolloutEngine], Result]) -> dict[str, Result]:
+    def call_all(self, call: Callable[[RolloutEngine], Result]) -> dict[str, Result]:
         """Call every engine at once. Return the results by name. Engines that fail are dropped and have no result.
 
         If all engines refuse the call, the mistake is the caller's: this raises RequestError and drops none. Raises
-        EngineError if the last engine fails.
+        EngineError if the last engine fails. With no engine left before the call it returns {} and raises nothing.
         """
         results, failed = ask_all(dict(self._engines), call)
         refusals = [error for error in failed.values() if isinstance(error, RequestError)]

@@ -92,8 +92,8 @@ class Engines:
         # The embedded engine has a queue of its own, so it gets all requests at once (0). Then the round in which a
         # sample begins does not depend on threads, nor does how far unfinished samples are when a batch is full.
         alone = rollout.engine == "embedded"
-        in_flight = 0 if alone else rollout.max_running_requests
-        self.pool = EnginePool(named, in_flight, self.restart, continues=alone or config.keyed)
+        max_in_flight = 0 if alone else rollout.max_running_requests
+        self.pool = EnginePool(named, max_in_flight, self.restart, can_continue=alone or config.keyed)
         self.health = Health(
             # Without training the trainer has no drafter to send; engines keep that of model.path.
             Pusher(self.pool.engines, frozen=() if config.drafter.train else drafter),
@@ -130,7 +130,7 @@ class Engines:
 
     def rounds(self) -> tuple[Rounds, Reports]:
         """Return each engine's rounds since the last call, and the reports of their rules. Engines forget both."""
-        rounds, reports = self._speculation.gather(self.pool.everywhere)
+        rounds, reports = self._speculation.gather(self.pool.call_all)
         if self._migration is not None:
             self._migration.observe(rounds)
         return rounds, reports
@@ -149,7 +149,7 @@ class Engines:
             self._restarts.settle()
             self.record_losses()
             self._add_restarted()
-        self.pool.everywhere(lambda engine: engine.sleep())
+        self.pool.call_all(lambda engine: engine.sleep())
         self._asleep = True
 
     def wake(self) -> None:
@@ -158,9 +158,9 @@ class Engines:
             return
         # Before a call that can fail: an engine that is started in place of a failed one is awake.
         self._asleep = False
-        for name in self.pool.engines:
+        for name in list(self.pool.engines):
             self.health.pusher.forget(name)  # so that the next push sends it all tensors
-        self.pool.everywhere(lambda engine: engine.wake())
+        self.pool.call_all(lambda engine: engine.wake())
 
     def push(
         self, version: int, source: Source, hot_tokens: np.ndarray | None, scope: Scope
@@ -178,7 +178,7 @@ class Engines:
         self._add_restarted()
         # Before the weights, whose update renews the head over these tokens.
         if hot_tokens is not None:
-            self.pool.everywhere(lambda engine: engine.set_draft_vocabulary(hot_tokens))
+            self.pool.call_all(lambda engine: engine.set_draft_vocabulary(hot_tokens))
         try:
             report = self._speculation.push(self.health, version, source, scope)
         except HealthError:

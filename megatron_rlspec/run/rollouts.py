@@ -112,7 +112,7 @@ class Rollouts:
             self.speculation.learning.start_without_acceptance()
         # Last: the rule is made of what was restored. A fixed configuration comes with the first push.
         if self.speculation.fixed is None:
-            self.engines.pool.everywhere(self.speculation.set)
+            self.engines.pool.call_all(self.speculation.set)
 
     def close(self) -> None:
         """End engines and reward workers. Engines come first, which ends a running rollout."""
@@ -175,7 +175,7 @@ class Rollouts:
         order = prompts.order.state()
         began = time.perf_counter()
         pool = self.engines.pool
-        continued_before = pool.continued
+        continued_before = pool.continued_tokens
         counts = {"reward_seconds_waited": 0.0}
         try:
             groups = self.generation.rollout(step, prompts, counts)
@@ -183,7 +183,7 @@ class Rollouts:
             prompts.order.restore(order)
             raise
         # beside those of partial rollouts, the tokens of lost engines' samples
-        counts["continued_tokens"] += pool.continued - continued_before
+        counts["continued_tokens"] += pool.continued_tokens - continued_before
         return Rollout(groups, time.perf_counter() - began, counts)
 
     def _record_moves(self, record: Mapping[str, Any]) -> None:

@@ -129,7 +129,7 @@ class Slots(Engine):
 def test_aborted_requests_end_wherever_they_are() -> None:
     """Some are drawn, some wait in an engine, some in the pool; each comes back once, the rest untouched."""
     turn = threading.RLock()  # nothing goes on while `stop` aborts
-    pool = EnginePool(named([Slots("a", slots=2, turn=turn), Slots("b", slots=2, turn=turn)]), in_flight=8)
+    pool = EnginePool(named([Slots("a", slots=2, turn=turn), Slots("b", slots=2, turn=turn)]), max_in_flight=8)
     asked = requests(12)
     seen: Counter[str] = Counter()
 
@@ -187,7 +187,7 @@ def test_a_failure_reaches_requests_that_are_on_their_way() -> None:
 def test_requests_that_wait_fail_when_the_last_engine_is_left_out() -> None:
     """A push finds that the engine is lost, while the pool holds requests that it has not sent."""
     engine = Engine("a")
-    pool = EnginePool(named([engine]), in_flight=4)
+    pool = EnginePool(named([engine]), max_in_flight=4)
 
     def lost(sample: Sample) -> None:
         if len(engine.drawn) == 4:
@@ -255,7 +255,7 @@ def test_a_refused_request_ends_the_call_and_leaves_the_engines_in_rotation() ->
     with pytest.raises(RequestError, match=r"[ab]: generate refused \(400\): requests\[0\].input_ids: too long"):
         pool.generate(requests(8), SAMPLING)
     with pytest.raises(RequestError, match="rule.margin is -1"):
-        pool.everywhere(lambda engine: engine.set_spec_rule({}))
+        pool.call_all(lambda engine: engine.set_spec_rule({}))
     assert list(pool.engines) == ["a", "b"] and not pool.take_failures() and not any(e.closed for e in engines)
     assert len(pool.generate(requests(2), SAMPLING)) == 8
 
@@ -264,7 +264,7 @@ def test_an_engine_that_refuses_what_another_takes_is_left_out() -> None:
     pool = EnginePool(named([Refusing("a"), Engine("b")]))
     Engine.set_spec_rule = lambda self, rule: self.name
     try:
-        assert pool.everywhere(lambda engine: engine.set_spec_rule({})) == {"b": "b"}
+        assert pool.call_all(lambda engine: engine.set_spec_rule({})) == {"b": "b"}
     finally:
         del Engine.set_spec_rule
     assert list(pool.engines) == ["b"] and "rule.margin" in pool.take_failures()["a"]

@@ -225,7 +225,7 @@ def test_another_engine_goes_on_where_one_is_lost(model):
     )
     samples = Conversations(three_turns, pool, Letters()).draw(oracle.requests(PROMPTS, group=2), LONG)
     assert [s.tokens.tolist() for s in samples] == expected
-    assert len(pool.engines) == 1 and pool.continued == 2
+    assert len(pool.engines) == 1 and pool.continued_tokens == 2
 
 
 def test_an_abort_reaches_a_turn_that_is_on_its_way(model):

@@ -50,7 +50,7 @@ def disturb(rng: np.random.Generator, pool: EnginePool, ids: list[str]) -> None:
     elif kind == "some":
         pool.abort(list(rng.choice(ids, len(ids) // 3 + 1, replace=False)))
     elif kind == "stats":
-        pool.everywhere(lambda engine: engine.stats())
+        pool.call_all(lambda engine: engine.stats())
     elif kind in ("retract", "one"):
         engines = list(pool.engines.values())
         for engine in engines[: 1 if kind == "one" else None]:
@@ -71,7 +71,7 @@ def test_every_sample_comes_whole_and_once(model, texts, seed):
     ]
     for engine in engines[: rng.integers(len(engines))]:
         loses(engine, int(rng.integers(25)))
-    pool = EnginePool(dict(zip("abc", engines, strict=False)), in_flight=int(rng.choice([0, 5])))
+    pool = EnginePool(dict(zip("abc", engines, strict=False)), max_in_flight=int(rng.choice([0, 5])))
     left = {r.id: r for r in oracle.requests(PROMPTS[: rng.integers(1, 5)], group=3)}
     version = 0
     while left:
@@ -92,5 +92,5 @@ def test_every_sample_comes_whole_and_once(model, texts, seed):
         if rng.random() < 0.5:
             version += 1
             tensors = list(model[1].items())
-            pool.everywhere(partial(push, version, tensors))
+            pool.call_all(partial(push, version, tensors))
     assert not any(engine.running or engine.waiting for engine in pool.engines.values())

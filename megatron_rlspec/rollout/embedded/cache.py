@@ -47,7 +47,7 @@ class Cache:
     Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts.
 
     kv      one tensor [slots, 2 * K, D] for each layer: keys, then values. The drafter's layers follow the target's
-    hidden  [slots, `Architecture.drafted_from`], what the drafter reads of the target
+    hidden  [slots, `Architecture.drafter_input_width`], what the drafter reads of the target
     left    number of free slots
     total   number of all slots
     """
@@ -63,7 +63,9 @@ class Cache:
         self.kv = []
         for _ in range(arch.layers + arch.draft_layers):
             self.kv.append(torch.zeros(shape, dtype=model.dtype, device=device))
-        self.hidden = torch.zeros((slots, arch.drafted_from), dtype=model.dtype, device=device)
+        self.hidden = torch.zeros(
+            (slots, arch.drafter_input_width), dtype=model.dtype, device=device
+        )
 
     def reset(self, slots: int) -> None:
         """Forget all rows. The pool has `slots` slots from now on, all of them free.

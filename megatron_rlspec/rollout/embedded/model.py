@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rlspec.models.config import DRAFTER, check_config, refusal, stated_ends
-from megatron_rlspec.models.config import PREFIX as EAGLE3
+from megatron_rlspec.models.config import PREFIX as EAGLE3_PREFIX
 from megatron_rlspec.models.drafter_config import Eagle3, check_drafter_config
 from megatron_rlspec.models.families import FAMILIES, names_where
 from megatron_rlspec.models.rope import Rope
@@ -58,7 +58,7 @@ class Architecture:
         return self.eagle3.num_hidden_layers if self.eagle3 else int(self.mtp)
 
     @property
-    def drafted_from(self) -> int:
+    def drafter_input_width(self) -> int:
         """Return the width of what the drafter reads of the target at a token: H, or taps * H for EAGLE-3."""
         return self.hidden * (len(self.taps) or 1)
 
@@ -139,14 +139,14 @@ def _check_same(target: Mapping[str, Any], drafter: Mapping[str, Any]) -> None:
 
 def is_drafter(name: str) -> bool:
     """Return whether a Hugging Face name is one of the drafter's tensors."""
-    return name.startswith(EAGLE3) or ".mtp_layers." in name
+    return name.startswith(EAGLE3_PREFIX) or ".mtp_layers." in name
 
 
 class Placement(NamedTuple):
     """Positions, cache slots and attention mask of the N tokens of one forward."""
 
     cos: Tensor  # [N, 1, D]
-    sin: Tensor  # [N, 1, D], negative in the first half of D: see `Decoder._block`
+    sin: Tensor  # [N, 1, D], negative in the first half of D: see the end of Decoder.__init__
     write: Tensor  # [N] cache slot of each token
     read: Tensor  # [B * L] cache slots of each sample, padded with any valid slot
     mask: Tensor  # [B, 1, T * A / K, L] 0 or -inf
@@ -231,7 +231,9 @@ class Decoder:
         # [S] token ids of the draft logits' columns, over all ranks; -1: a column without a token. None: column i is
         # token i. For an EAGLE-3 drafter the engine sets it, from the drafter's checkpoint.
         self.draft_ids: Tensor | None = None
-        # This rank's rows of the draft head, and for a subset of the target's head their indices in `head`.
+        # draft_head [S / ranks, H]: this rank's part of the head that drafts are chosen by; empty until there is one.
+        # _draft_rows [S / ranks]: the rows of `head` that it copies (`set_draft_vocabulary`); empty for an EAGLE-3
+        # drafter.
         self.draft_head = self._draft_rows = torch.empty(0)
         h = arch.hidden
         v = arch.vocab
@@ -245,7 +247,7 @@ class Decoder:
             self.head = self._new({"lm_head.weight": v // comm.size}, h, 0)
         if arch.mtp:
             prefix = "model.mtp_layers.0."
-            self.mtp = self._layer(prefix)
+            self.first_draft_layer = self._layer(prefix)
             self.hidden_norm = self._new({prefix + "hidden_layernorm.weight": h})
             self.token_norm = self._new({prefix + "token_layernorm.weight": h})
             self.input_proj = self._new({prefix + "input_proj.weight": h}, 2 * h)
@@ -265,26 +267,28 @@ class Decoder:
     def _add_eagle3(self, drafter: Eagle3) -> None:
         """Make the drafter's parameters. Its first layer takes the place of the MTP layer, and reads [N, 2 * H]."""
         h = self.arch.hidden
-        width = self.arch.drafted_from
+        width = self.arch.drafter_input_width
         inner = drafter.intermediate_size
-        self.mtp = self._layer(EAGLE3 + "midlayer.", width=2 * h, intermediate=inner)
+        self.first_draft_layer = self._layer(
+            EAGLE3_PREFIX + "midlayer.", width=2 * h, intermediate=inner
+        )
         self.further = []
         for index in range(1, drafter.num_hidden_layers):
-            prefix = f"{EAGLE3}layers.{index}."
+            prefix = f"{EAGLE3_PREFIX}layers.{index}."
             self.further.append(self._layer(prefix, intermediate=inner, norm="hidden_norm"))
-        self.hidden_norm = self._new({EAGLE3 + "midlayer.hidden_norm.weight": h})
+        self.hidden_norm = self._new({EAGLE3_PREFIX + "midlayer.hidden_norm.weight": h})
         self.joined_norm = None
         if drafter.norms_joined:
-            self.joined_norm = self._new({EAGLE3 + "input_norm.weight": width})
+            self.joined_norm = self._new({EAGLE3_PREFIX + "input_norm.weight": width})
         self.each_norm = []
         if drafter.norms_each:
             for tap in range(len(self.arch.taps)):
-                self.each_norm.append(self._new({f"{EAGLE3}fc_norm.{tap}.weight": h}))
-        self.token_norm = self.mtp.norm1
-        self.input_proj = self._new({EAGLE3 + "fc.weight": h}, width)
-        self.final_norm = self._new({EAGLE3 + "norm.weight": h})
+                self.each_norm.append(self._new({f"{EAGLE3_PREFIX}fc_norm.{tap}.weight": h}))
+        self.token_norm = self.first_draft_layer.norm1
+        self.input_proj = self._new({EAGLE3_PREFIX + "fc.weight": h}, width)
+        self.final_norm = self._new({EAGLE3_PREFIX + "norm.weight": h})
         words = drafter.draft_vocab_size // self.comm.size
-        self.draft_head = self._new({EAGLE3 + "lm_head.weight": words}, h, 0)
+        self.draft_head = self._new({EAGLE3_PREFIX + "lm_head.weight": words}, h, 0)
 
     def target(self, tokens: Tensor, plan: Placement, cache: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Run the target over tokens [N] int64. Returns two tensors: hidden states, and what the drafter reads of them.
@@ -320,14 +324,14 @@ class Decoder:
                 state = self._projected(hidden)
             parts = [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)]
             pair = torch.cat(parts, -1)
-            state = self._block(self.mtp, state, plan, kv, pair)
+            state = self._block(self.first_draft_layer, state, plan, kv, pair)
             for index, layer in enumerate(self.further, self.arch.layers + 1):
                 state = self._block(layer, state, plan, cache[index])
             return self._rms(state, self.final_norm) if self.arch.eagle3.norm_output else state
         embedded = embedded.masked_fill_(plan.first[:, None], 0)
         parts = [self._rms(hidden, self.hidden_norm), self._rms(embedded, self.token_norm)]
         state = self.packed.linear(torch.cat(parts, -1), self.input_proj)
-        return self._rms(self._block(self.mtp, state, plan, kv), self.final_norm)
+        return self._rms(self._block(self.first_draft_layer, state, plan, kv), self.final_norm)
 
     def _projected(self, hidden: Tensor) -> Tensor:
         """Return `fc` of the target's hidden states [N, n · H], normed before as the drafter says, [N, H]."""
@@ -406,7 +410,11 @@ class Decoder:
 
     @torch.no_grad()
     def write(self, name: str, full: Tensor) -> None:
-        """Copy this rank's part of a full tensor into the parameter, in place. Raises ValueError for a wrong shape."""
+        """Copy this rank's part of a full tensor into the parameter, in place. Raises ValueError for a wrong shape.
+
+        After the last write of an update call `renew_draft_head`: a draft head may be a copy of rows of the output
+        head.
+        """
         shard = self.tensors[name]
         part = full
         if shard.dim is not None:
