@@ -26,7 +26,7 @@ from megatron_rlspec.noise import seed_of
 from megatron_rlspec.rollout.placement import GpuLayout, devices
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.rollout.sglang.http.serve import tensor_parallel
-from megatron_rlspec.rollout.start import learning
+from megatron_rlspec.rollout.start import initial_learning
 from megatron_rlspec.run import identity
 from megatron_rlspec.tasks import data
 from megatron_rlspec.types import Prompt, Request, Sample
@@ -184,7 +184,7 @@ def _generate(
 def _set_speculation(config: Config, hf_config: dict[str, Any], pool: EnginePool) -> None:
     """Give all engines the rule or the configuration that [spec] asks for."""
     if config.spec.mode == "adaptive":
-        rule = learning(config, hf_config).rule()
+        rule = initial_learning(config, hf_config).rule()
         pool.call_all(lambda engine: engine.set_spec_rule(rule))
     else:
         fixed = config.spec.config()

@@ -1,5 +1,5 @@
-"""The kinds of engines with those of all extensions: what the commands hand to a run as `rollout.start.engines()`."""
+"""The kinds of engines with those of all extensions: commands hand them to a run, as `rollout.start.engine_kinds()`."""
 
 from megatron_rlspec.extensions.migration import builders
 
-KINDS = builders.engines()
+KINDS = builders.engine_kinds()

@@ -6,8 +6,9 @@ other tokens have loss mask 0. `examples/calculator/` is a worked example. slime
 function (slime/rollout/sglang_rollout.py, `--custom-generate-function-path`).
 
 Conversations run in threads, so while one waits for its tool the engine decodes the others. A prompt's conversations
-stay on one engine, whose prefix cache holds their turns. Under the position-keyed verifier all turns of a sample have
-one seed, and noise is keyed by the position in the sample, so the text depends on no timing.
+stay on one engine, whose prefix cache holds their turns, as long as no engine is lost. Under the position-keyed
+verifier all turns of a sample have one seed, and noise is keyed by the position in the sample, so the text depends on
+no timing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_THREADS = 1024  # conversations that run at once; the others wait for a thread
-LONGEST_TOKEN = 1024  # characters; no tokenizer has a longer one
+LONGEST_TOKEN = 1024  # characters; no tokenizer is known that has a longer one
 LOOK_SECONDS = 1.0  # between two checks of how long functions have run
 
 
@@ -48,8 +49,6 @@ class Conversation:
     text       everything after the prompt
     finished   whether the last reply ended with the model's end-of-sequence token, a stop token or a stop string
     remaining  tokens that may still follow
-    since      for `Conversations`: since when the function runs, by time.monotonic(). None while an engine replies, and
-               after the end: the engine's time does not count as the function's
     """
 
     def __init__(
@@ -76,7 +75,9 @@ class Conversation:
         self._versions: list[tuple[int, int]] = []  # (version, index of its first token)
         self._accepted: list[int] = []  # as `Sample.accepted`
         self._drafted: list[tuple[int, int]] = []  # as `Sample.accepted_spans`
-        self.since: float | None = time.monotonic()
+        # For `Conversations`: since when the function runs, by time.monotonic(). None while an engine replies, and
+        # after the end: the engine's time does not count as the function's.
+        self._since: float | None = time.monotonic()
 
     @property
     def remaining(self) -> int:
@@ -114,15 +115,15 @@ class Conversation:
             self._status = "truncated"
             return ""
         so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
-        # of a fixed width: no id may be a prefix of another
+        # Of a fixed width, because no id may be a prefix of another (`types.Request`): this holds for 10,000 turns.
         name = f"{self._request.id}-t{self._turns:04d}"
         prompt = replace(self.prompt, tokens=so_far)
         turn = Request(name, prompt, self._seed())
-        self.since = None
+        self._since = None
         try:
             drawn = self._draw(turn, sampling)
         finally:
-            self.since = time.monotonic()
+            self._since = time.monotonic()
         self._turns += 1
         self._add(drawn)
         self._status = drawn.status
@@ -159,13 +160,16 @@ class Conversation:
 
     def _check_alone(self) -> None:
         """Raise RuntimeError while an engine replies: tokens added now would stand before a reply made without them."""
-        if self.since is None:
+        if self._since is None:
             raise RuntimeError(
                 "a reply to this conversation goes on in another thread; expected one turn at a time"
             )
 
     def _add(self, drawn: Sample) -> None:
-        """Append a turn's tokens. Indices of its response become indices of all tokens after the prompt."""
+        """Append a turn's tokens. Indices of its response become indices of all tokens after the sample's prompt.
+
+        drawn  a sample whose prompt is the sample's prompt and all tokens so far
+        """
         start = len(self._tokens)
         self._tokens += drawn.response.tolist()
         self._trained += [True] * len(drawn.response)
@@ -185,6 +189,7 @@ class Conversation:
         """
         spans: list[tuple[int, int, int]] = []
         ends = [first for _, first in self._versions[1:]] + [len(self._tokens)]
+        # not strict: before the first reply there is no version
         for (version, first), end in zip(self._versions, ends, strict=False):
             spans.append((version, first if spans else 0, end))  # the first span begins at token 0
         sample = self._request.sample(
@@ -217,15 +222,15 @@ class Conversations:
     ) -> None:
         self.running: dict[str, None] = {}
         self._function = function
-        self._named = named("rollout.function", function)
+        self._message_start = named("rollout.function", function)
         self._engines = engines
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._keyed = keyed
         self._open: dict[int, Conversation] = {}  # by the index of the request in `draw`
         self._failure: BaseException | None = None  # the first one; it ends all conversations
-        # after a failure, by time.monotonic(): later `draw` no longer waits for conversations
-        self._until = 0.0
+        # Set by a failure, by time.monotonic(): from then on `draw` waits for no conversation that is left.
+        self._give_up_at = 0.0
         self._lock = threading.Lock()
 
     def draw(
@@ -240,6 +245,8 @@ class Conversations:
         `run/generation.py` then computes none. `on_sample` is called with each sample when its function has returned,
         in the conversation's thread.
 
+        One call at a time: the calls share this object's state. No two requests may have the same id.
+
         Raises EngineError if no engine is left, and FunctionError if the function raised, ran too long, returned
         something else than None or a finite number, or asked for no reply. The other conversations are ended first.
         """
@@ -249,13 +256,13 @@ class Conversations:
         ended = threading.Condition()  # guards `samples` and `waiting`
 
         def work() -> None:
-            while (number := next_number()) is not None:
-                sample = self._converse(number, requests[number], sampling, on_sample)
+            while (index := next_index()) is not None:
+                sample = self._converse(index, requests[index], sampling, on_sample)
                 with ended:
-                    samples[number] = sample
+                    samples[index] = sample
                     ended.notify()
 
-        def next_number() -> int | None:
+        def next_index() -> int | None:
             with ended:
                 return next(waiting, None)
 
@@ -265,33 +272,33 @@ class Conversations:
         while len(samples) < len(requests):
             with ended:
                 ended.wait_for(lambda: len(samples) == len(requests), LOOK_SECONDS)
-            stuck = self._too_long()
+            stuck = self._overdue()
             if stuck and self._failure is None:
                 reason = f"did not go on for {self._seconds:g} s (rollout.timeout_seconds)"
-                self._fail(FunctionError(f"{self._named}: the function {reason}"))
+                self._fail(FunctionError(f"{self._message_start}: the function {reason}"))
             if self._failure is not None:
                 # Only functions that hang are left. Nothing can end their threads.
                 settled = len(samples) + len(stuck) >= len(requests)
-                if settled or time.monotonic() > self._until:
+                if settled or time.monotonic() > self._give_up_at:
                     break
                 self._abort()  # again: some may not have reached their engine
         if self._failure is not None:
             raise self._failure
-        return [samples[number] for number in range(len(requests))]
+        return [samples[index] for index in range(len(requests))]
 
-    def _too_long(self) -> list[int]:
-        """Return the indices of the conversations whose function has run too long."""
+    def _overdue(self) -> list[int]:
+        """Return the indices, in `requests`, of the conversations whose function has run too long."""
         limit = time.monotonic() - self._seconds
         stuck = []
         for index, conversation in list(self._open.items()):
-            since = conversation.since
+            since = conversation._since
             if since is not None and since < limit:
                 stuck.append(index)
         return stuck
 
     def _converse(
         self,
-        number: int,
+        index: int,
         request: Request,
         sampling: Sampling,
         on_sample: Callable[[Sample], None],
@@ -304,24 +311,24 @@ class Conversations:
             self._reply,
             self._keyed,
         )
-        self._open[number] = conversation
+        self._open[index] = conversation
         try:
             if self._failure is not None:
                 raise Unwound
             reward = self._function(conversation)
-            if conversation.since is None:
+            if conversation._since is None:
                 raise FunctionError(
-                    f"{self._named}: the function returned while a thread of it waits for a reply"
+                    f"{self._message_start}: the function returned while a thread of it waits for a reply"
                 )
             sample = conversation.sample()
             if reward is not None:
-                sample.reward = self._number(reward)
+                sample.reward = self._reward_of(reward)
                 sample.metadata["own_reward"] = True
             if not sample.loss_mask.any():
                 raise FunctionError(
-                    f"{self._named}: the function asked for no reply; expected at least one"
+                    f"{self._message_start}: the function asked for no reply; expected at least one"
                 )
-            conversation.since = None  # the time of `on_sample` is not the function's
+            conversation._since = None  # the time of `on_sample` is not the function's
             on_sample(sample)
         except Unwound:
             return conversation.sample()
@@ -331,24 +338,24 @@ class Conversations:
             self._fail(error)
             return conversation.sample()
         finally:
-            self._open.pop(number, None)
+            self._open.pop(index, None)
         return sample
 
-    def _number(self, reward: object) -> float:
+    def _reward_of(self, reward: object) -> float:
         """Return a function's reward. Raises FunctionError."""
         try:
             return number(reward)
         except ValueError:
             returned = f"the function returned {shown(reward)}"
             raise FunctionError(
-                f"{self._named}: {returned}; expected None or a finite number"
+                f"{self._message_start}: {returned}; expected None or a finite number"
             ) from None
 
     def _fail(self, error: BaseException) -> None:
         """Store the first failure, which ends all conversations, and abort the turns that engines generate."""
         with self._lock:
             if self._failure is None:
-                self._until = time.monotonic() + self._seconds
+                self._give_up_at = time.monotonic() + self._seconds
                 self._failure = error
         self._abort()
 

@@ -46,8 +46,8 @@ class Dispatch:
     sample, in `resumed`, or in `samples`. Engines are named as in the pool.
 
     `lock` guards the fields that engines' threads and other callers also use: all but `running` and `failure`.
-    `finish` is called once, and `running` belongs to its thread. Callbacks (`on_sample`, and `Returned`) are called without the lock,
-    because they may take locks of their own.
+    `finish` is called once, and `running` belongs to its thread. Callbacks (`on_sample`, and `Returned`) are called
+    without the lock, because they may take locks of their own.
 
     waiting     groups of requests that no engine has, the next first
     samples     the samples that have ended, by id

@@ -19,8 +19,11 @@ class Drawing:
     groups  those that began in earlier steps first, the oldest of them at the head
     wanted  groups of a batch
     oldest  the oldest policy version that the next step may train on: groups with older tokens must end in this step.
-            Infinity: all groups must end in this step
+            Infinity: every group that has a token must end in this step
     usable  whether a complete group may be trained on (dynamic sampling)
+
+    Only `add` and `requests` may be called while engines generate. Afterwards `run/generation.py` calls
+    `store_partials` and `drop_unusable`, and once `batch`.
     """
 
     def __init__(
@@ -36,12 +39,12 @@ class Drawing:
         self._usable = usable
         self._group_of: dict[str, OpenGroup] = {}  # by the id of a request
         self._lock = threading.RLock()  # engines' threads call `add`
-        self._told = False  # whether `add` has returned True
+        self._reported_full = False  # whether `add` has returned True
         self._ready = 0  # complete groups that may be trained on
         self.begin(groups)
 
     def begin(self, groups: Iterable[OpenGroup]) -> None:
-        """Add copies of these groups. The caller's own stay as they are."""
+        """Add copies of these groups, whose requests have ids of their own. The caller's groups stay as they are."""
         for given in groups:
             group = OpenGroup(list(given.requests), list(given.samples))
             self.groups.append(group)
@@ -69,16 +72,19 @@ class Drawing:
         return True
 
     def add(self, sample: Sample) -> bool:
-        """Add a sample that has ended, from any thread. Returns True once, when `full` becomes true. Repeatable."""
+        """Add a sample that has ended, from any thread. Returns True once, when `full` becomes true.
+
+        Repeatable: a sample that is there already changes nothing. KeyError for an id of none of the groups.
+        """
         with self._lock:
             group = self._group_of[sample.request_id]
             ended = {other.request_id for other in group.samples}
             if sample.request_id not in ended:
                 group.samples.append(sample)
                 self._count(group)
-            if self._told or not self.full:
+            if self._reported_full or not self.full:
                 return False
-            self._told = True
+            self._reported_full = True
             return True
 
     def _count(self, group: OpenGroup) -> None:
@@ -89,7 +95,7 @@ class Drawing:
     def _may_train(self, group: OpenGroup) -> bool:
         return group.complete and self._usable(group.group())
 
-    def keep(self, aborted: Iterable[Sample]) -> None:
+    def store_partials(self, aborted: Iterable[Sample]) -> None:
         """Store the tokens of aborted samples in their requests, which the next step continues."""
         begun = {}
         for sample in aborted:
@@ -107,22 +113,26 @@ class Drawing:
     def batch(self) -> tuple[list[Group], list[OpenGroup]]:
         """Return the groups of the batch, and those for the next step, in order.
 
-        A group that the next step would be too late for begins anew there.
+        A group that the next step would be too late for begins anew there. Call `drop_unusable` first: complete groups
+        that may not be trained on would go to the next step. Call `store_partials` first: other tokens are lost.
         """
         batch: list[Group] = []
-        left: list[OpenGroup] = []
+        for_next_step: list[OpenGroup] = []
         for group in self.groups:
             if len(batch) < self._wanted and self._may_train(group):
                 batch.append(group.group())
             elif group.oldest >= self._oldest:
-                left.append(group)
+                for_next_step.append(group)
             else:
-                left.append(group.anew())
-        return batch, left
+                for_next_step.append(group.anew())
+        return batch, for_next_step
 
 
 def mask_continued(samples: Sequence[Sample]) -> None:
-    """Set the loss mask of each sample to 0, in place, on the tokens of all policy versions but its newest."""
+    """Set the loss mask of each sample to 0, in place, on the tokens of all policy versions but its newest.
+
+    The version of the last span is taken for the newest.
+    """
     for sample in samples:
         response_mask = sample.loss_mask[sample.prompt_len :]
         for version, first, last in sample.policy_versions:

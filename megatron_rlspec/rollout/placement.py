@@ -33,16 +33,17 @@ class GpuLayout:
     engines       GPUs of each engine, by its tensor-parallel rank; empty if nothing is placed
     colocated     whether engines share the ranks' GPUs, so that they release memory while training
     mem_fraction  share of the memory that an engine finds free, for its weights and KV cache; 0: not set
-    tokens        most tokens in the KV cache of a colocated engine; 0: as many as fit
-    kv_tokens     tokens in the KV cache of any engine, as estimated: for what is told to the user
+
+    max_total_tokens     most tokens in the KV cache of a colocated engine; 0: as many as fit
+    estimated_kv_tokens  tokens in the KV cache of any engine: only told to the user (`run/loading.py`)
     """
 
     mode: Mode = "none"
     train: tuple[str, ...] = ()
     engines: tuple[tuple[str, ...], ...] = ()
     mem_fraction: float = 0.0
-    tokens: int = 0
-    kv_tokens: int = 0
+    max_total_tokens: int = 0
+    estimated_kv_tokens: int = 0
 
     @property
     def colocated(self) -> bool:
@@ -149,7 +150,10 @@ def with_memory(
     share = engine_share(engine, gpu, trainer.between_steps if layout.colocated else None)
     tokens = share.kv_tokens if layout.colocated else 0
     return replace(
-        layout, mem_fraction=share.mem_fraction, tokens=tokens, kv_tokens=share.kv_tokens
+        layout,
+        mem_fraction=share.mem_fraction,
+        max_total_tokens=tokens,
+        estimated_kv_tokens=share.kv_tokens,
     )
 
 

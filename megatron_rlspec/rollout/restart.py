@@ -1,7 +1,7 @@
 """Start lost engines again, in the background, a limited number of times and each time after a longer pause.
 
-An engine that answers again waits here, with the weights that its process started with, until the next push:
-`run/engines.py` then adds it to the pool.
+An engine that answers again waits here, with the weights that its process started with. `run/engines.py` adds it to the
+pool before the next push, or before the engines are put to sleep.
 """
 
 from __future__ import annotations
@@ -19,40 +19,43 @@ PAUSES = (0.0, 5.0, 20.0)
 class Restarts:
     """Starts lost engines again in threads.
 
-    start   (name, number of the start) -> the engine. Blocks until it answers, or raises EngineError
-    most    starts of a run, over all engines; a start that fails counts
-    pauses  as `PAUSES`
-    begun   starts so far
+    start         (name, number of the start) -> the engine. Blocks until it answers, or raises EngineError
+    max_starts    starts of a run, over all engines; a start that fails counts
+    pauses        as `PAUSES`; at least one
+    starts_begun  starts so far
     """
 
     def __init__(
         self,
         start: Callable[[str, int], RolloutEngine],
-        most: int,
+        max_starts: int,
         pauses: tuple[float, ...] = PAUSES,
     ) -> None:
         self.start = start
-        self.most = most
+        self.max_starts = max_starts
         self.pauses = pauses
-        self.begun = 0
-        self._threads = ThreadPoolExecutor(max(1, most), "restart")
+        self.starts_begun = 0
+        self._threads = ThreadPoolExecutor(max(1, max_starts), "restart")
         self._pending: dict[str, Future[RolloutEngine]] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def lost(self, name: str) -> int:
-        """Start this engine again, in a thread. Returns the number of that start, from 1; 0 if no start is left."""
-        number = self._number()
+        """Start this engine again, in a thread. Returns the number of that start, from 1; 0 if no start is left.
+
+        Any thread may call it. The engine must not be pending: `take_restarted` would never return the earlier start.
+        """
+        number = self._take_number()
         if number:
-            self._pending[name] = self._threads.submit(self._bring, name, number)
+            self._pending[name] = self._threads.submit(self._start_until_it_answers, name, number)
         return number
 
     @property
     def pending(self) -> bool:
-        """Return whether an engine is starting, or waits for `back`."""
+        """Return whether an engine is starting, or waits for `take_restarted`."""
         return bool(self._pending)
 
-    def back(self, block: bool) -> dict[str, RolloutEngine | EngineError]:
+    def take_restarted(self, block: bool) -> dict[str, RolloutEngine | EngineError]:
         """Return the engines that answer by now, and the errors of those that cannot be started, by name.
 
         block  wait until one answers, or until all have failed
@@ -76,7 +79,10 @@ class Restarts:
         return results
 
     def settle(self) -> None:
-        """Wait until no engine is starting any more. `back` then returns all of them."""
+        """Wait until no engine is starting any more. `take_restarted` then returns all of them.
+
+        Call it between rollouts: an engine that is lost meanwhile is not waited for.
+        """
         wait(self._pending.values())
 
     def close(self) -> None:
@@ -84,15 +90,15 @@ class Restarts:
         self._closed.set()
         self._threads.shutdown(wait=False)
 
-    def _number(self) -> int:
+    def _take_number(self) -> int:
         """Return the number of the next start, and count it; 0 if no start is left or `close` was called."""
         with self._lock:
-            if self._closed.is_set() or self.begun >= self.most:
+            if self._closed.is_set() or self.starts_begun >= self.max_starts:
                 return 0
-            self.begun += 1
-            return self.begun
+            self.starts_begun += 1
+            return self.starts_begun
 
-    def _bring(self, name: str, number: int) -> RolloutEngine:
+    def _start_until_it_answers(self, name: str, number: int) -> RolloutEngine:
         """Start an engine until it answers. Every attempt takes a number. Raises EngineError when none is left."""
         while True:
             index = min(number, len(self.pauses)) - 1
@@ -101,6 +107,6 @@ class Restarts:
             try:
                 return self.start(name, number)
             except EngineError:
-                number = self._number()
+                number = self._take_number()
                 if not number:
                     raise

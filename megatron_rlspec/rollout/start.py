@@ -1,7 +1,7 @@
 """Start the engines that the configuration asks for, or connect to running ones.
 
-`engines()` is the core's table of kinds: SGLang's, each a process or at a URL, and an embedded one for a run of one
-rank. `extensions/migration/builders.py` has a table with the same names, which the commands use.
+`engine_kinds()` is the core's table of kinds: SGLang's, each a process or at a URL, and an embedded one for a run of
+one rank. `extensions/migration/builders.py` has a table with the same names, which the commands use.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.types import SpecConfig, Verifier
 
 # SGLang's mem-fraction-static if the layout does not state the engine's share of a GPU's memory.
-UNPLACED = 0.7
-# Seconds to start an engine. A short rollout.timeout_seconds, which finds a hung engine soon, is too short for this.
+UNPLACED_MEM_FRACTION = 0.7
+# An engine has at least this many seconds to start: a short rollout.timeout_seconds, which finds a hung engine soon, is
+# too short for this.
 LEAST_STARTUP = 600.0
 
 
 class StartingEngines(Protocol):
-    """The engines of a run, on rank 0: first `launch`, then `wait`. `run/engines.py` calls `again` and `close`."""
+    """The engines of a run, on rank 0: `launch`, then `wait`, once each. `run/engines.py` calls `again` and `close`."""
 
     @property
-    def own(self) -> Collection[str]:
+    def restartable(self) -> Collection[str]:
         """Return the names of the engines that `again` can restart."""
 
     def launch(self) -> None:
@@ -61,7 +62,7 @@ class StartingEngines(Protocol):
     def again(self, name: str, number: int) -> RolloutEngine:
         """Launch an engine in place of the lost engine `name`, with the weights of `model.path`.
 
-        `number` counts its restarts and names its log. Raises EngineError if it does not start.
+        Blocks until it answers. `number` counts the run's restarts and names its log. Raises EngineError if it does not start.
         """
 
     def close(self) -> None:
@@ -80,7 +81,7 @@ class Kind(NamedTuple):
     follow: Callable[[Config], Callable[[], None]] | None = None
 
 
-def engines() -> dict[str, Kind]:
+def engine_kinds() -> dict[str, Kind]:
     """Return the kinds of engines, by the value of the option `rollout.engine`."""
     return {
         "sglang": Kind(ServedEngines),
@@ -91,7 +92,7 @@ def engines() -> dict[str, Kind]:
 class EmbeddedEngines:
     """The engine of a run of one rank, in this process. See `StartingEngines`."""
 
-    own: Collection[str] = ()
+    restartable: Collection[str] = ()
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -114,7 +115,8 @@ class ServedEngines:
 
     names  of the engines that are launched, in the order of `GpuLayout.engines`; none with `rollout.urls`
 
-    Running engines are named by their URLs. They are neither restarted nor closed here: `own` has launched ones only.
+    Running engines are named by their URLs. They are neither restarted nor closed here: `restartable` has launched ones
+    only. `again` runs in threads of `rollout/restart.py`, also while `close` runs.
     """
 
     def __init__(self, config: Config, run_dir: Path, layout: GpuLayout) -> None:
@@ -133,7 +135,7 @@ class ServedEngines:
         self.names = [f"engine-{index}" for index in range(launched)]
 
     @property
-    def own(self) -> Collection[str]:
+    def restartable(self) -> Collection[str]:
         return list(self._processes)
 
     def launch(self) -> None:
@@ -237,7 +239,8 @@ def check_served_drafter(described: Mapping[str, Any], model: str, drafter: str)
 
     An engine fixes both when it starts, and no push changes them.
 
-    described  what engines' `describe` returned, by URL. Its "eagle3" is compared (`engine.EngineDescription`)
+    described  what engines' `describe` returned, by URL. Its "eagle3" is compared: layers that the drafter reads, and a
+               hash of its tokens (`engine.EngineDescription`)
     model      directory of the policy
     drafter    directory of the EAGLE-3 drafter; "": none
     """
@@ -251,22 +254,22 @@ def check_served_drafter(described: Mapping[str, Any], model: str, drafter: str)
         served = engine.get("eagle3", {})
         if served != expected:
             raise ConfigError(
-                f"drafter.path={drafter} is {_shown(expected)}, but the engine at {url} was started with "
-                f"{_shown(served)}; SGLang's option is --speculative-draft-model-path"
+                f"drafter.path={drafter} is {_description(expected)}, but the engine at {url} was started with "
+                f"{_description(served)}; SGLang's option is --speculative-draft-model-path"
             )
 
 
-def _shown(drafter: Mapping[str, Any]) -> str:
+def _description(drafter: Mapping[str, Any]) -> str:
     """Describe an EAGLE-3 drafter, by "taps" and "words", in words for a message."""
     if not drafter:
         return "no EAGLE-3 drafter"
     return f"an EAGLE-3 drafter on the inputs of layers {drafter['taps']} and on the tokens {drafter['words']:016x}"
 
 
-def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
+def initial_learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     """Return the state of a run's speculation before its first rollout: options, the model's sizes, no observations."""
     spec = config.spec
-    learning_of_run = Learning(
+    learning = Learning(
         spec.candidate_steps,
         Roofline.of_model(hf_config, draft_vocabulary=config.drafter.vocabulary),
         adaptive=spec.mode == "adaptive",
@@ -274,8 +277,8 @@ def learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
     )
     if config.drafter.train and spec.drafts == "coupled" and config.keyed:
         # until the trainer predicts another one
-        learning_of_run.sharpness = sharpness_of(hf_config)
-    return learning_of_run
+        learning.sharpness = sharpness_of(hf_config)
+    return learning
 
 
 def _transport(config: Config, layout: GpuLayout) -> Transport:
@@ -300,12 +303,12 @@ def _best_transport(config: Config, layout: GpuLayout) -> str:
     """Return the value of `push.transport` that "auto" stands for."""
     if config.rollout.urls or not layout.engines:
         return "http"
-    if layout.colocated and _read_memory_of_rank_0(layout):
+    if layout.colocated and _can_read_memory_of_rank_0(layout):
         return "handles"
     return "group"
 
 
-def _read_memory_of_rank_0(layout: GpuLayout) -> bool:
+def _can_read_memory_of_rank_0(layout: GpuLayout) -> bool:
     """Return whether the cards of all engines can read the memory of rank 0's card.
 
     An engine opens it though the card is not among its own: CUDA opens handles of cards that a process does not see.
@@ -317,8 +320,10 @@ def _read_memory_of_rank_0(layout: GpuLayout) -> bool:
         return True
     if not others.issubset(visible) or first not in visible:
         return False
-    of_rank_0 = visible.index(first)
-    return all(torch.cuda.can_device_access_peer(visible.index(card), of_rank_0) for card in others)
+    index_of_rank_0 = visible.index(first)
+    return all(
+        torch.cuda.can_device_access_peer(visible.index(card), index_of_rank_0) for card in others
+    )
 
 
 def embedded(config: Config, kind: type[EmbeddedEngine] = EmbeddedEngine) -> Any:
@@ -367,7 +372,7 @@ def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
         # SGLang's default is the model's longest context. Its page tables grow with it: 6 GiB at 131,072 tokens.
         "context-length": engine_context(config),
         "max-running-requests": config.rollout.max_running_requests,
-        "max-total-tokens": config.rollout.max_total_tokens or layout.tokens,
+        "max-total-tokens": config.rollout.max_total_tokens or layout.max_total_tokens,
     }
     if spec.mode != "off":  # without drafts `rlspec serve` refuses these
         options |= {"num-steps": spec.num_steps, "draft-vocabulary": config.drafter.vocabulary}
@@ -381,7 +386,7 @@ def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
         options["tp"] = len(layout.engines[0])
     # not on a machine without GPUs, where SGLang runs on the CPU
     if layout.engines or torch.cuda.is_available():
-        options["mem-fraction-static"] = layout.mem_fraction or UNPLACED
+        options["mem-fraction-static"] = layout.mem_fraction or UNPLACED_MEM_FRACTION
     arguments = []
     for name, value in options.items():
         arguments += [f"--{name}", str(value)]

@@ -93,7 +93,9 @@ class Engines:
         # sample begins does not depend on threads, nor does how far unfinished samples are when a batch is full.
         alone = rollout.engine == "embedded"
         max_in_flight = 0 if alone else rollout.max_running_requests
-        self.pool = EnginePool(named, max_in_flight, self.restart, can_continue=alone or config.keyed)
+        self.pool = EnginePool(
+            named, max_in_flight, self.restart, can_continue=alone or config.keyed
+        )
         self.health = Health(
             # Without training the trainer has no drafter to send; engines keep that of model.path.
             Pusher(self.pool.engines, frozen=() if config.drafter.train else drafter),
@@ -215,12 +217,12 @@ class Engines:
             message = f"{name}: left out, {remaining} remain: {reason}"
             number = self._restarting.pop(name, 0)
             if number:
-                message += f"; restart {number} of {self._restarts.most} begins"
+                message += f"; restart {number} of {self._restarts.max_starts} begins"
             self._recorder.event("engine", message, engine=name)
 
     def restart(self, name: str) -> None:
         """Start an engine that the pool has dropped again, if this run had started it. The pool calls this (`lost`)."""
-        if name in self._starting.own:
+        if name in self._starting.restartable:
             self._restarting[name] = self._restarts.lost(name)
 
     def _add_restarted(self) -> None:
@@ -228,7 +230,7 @@ class Engines:
 
         Raises EngineError if then no engine is left. A push must follow: new engines have the weights of model.path.
         """
-        for name, engine in self._restarts.back(block=not self.pool.engines).items():
+        for name, engine in self._restarts.take_restarted(block=not self.pool.engines).items():
             if isinstance(engine, EngineError):
                 self._recorder.event("engine", f"{name}: not started again: {engine}", engine=name)
                 continue

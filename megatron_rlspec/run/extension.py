@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rlspec.cotrainer.speculation import Rounds
 from megatron_rlspec.rollout.pool import EnginePool
-from megatron_rlspec.rollout.start import Kind, engines
+from megatron_rlspec.rollout.start import Kind, engine_kinds
 from megatron_rlspec.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Extensions:
 
     drafter    builds the drafter's schedule; None: an update in every step
     migration  builds what moves running samples; None: they stay
-    kinds      of engines by `rollout.engine`, in place of the core's; None: the core's (`rollout.start.engines`)
+    kinds      of engines by `rollout.engine`, in place of the core's; None: the core's (`rollout.start.engine_kinds`)
     """
 
     drafter: DrafterScheduleBuilder | None = None
@@ -112,4 +112,4 @@ class Extensions:
 
     def kind(self, engine: str) -> Kind:
         """Return the kind of engines of a run with this `rollout.engine`."""
-        return (self.kinds or engines())[engine]
+        return (self.kinds or engine_kinds())[engine]

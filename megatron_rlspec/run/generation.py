@@ -271,7 +271,7 @@ class Generation:
             drawing.add(sample)
         # Engines that cannot continue samples begin the aborted ones anew.
         if self._engines.pool.can_continue:
-            drawing.keep(sample for sample in samples if sample.status == "aborted")
+            drawing.store_partials(sample for sample in samples if sample.status == "aborted")
         if counts is not None:
             counts["reward_seconds_waited"] += scoring.waited
         return len(ended), failures

@@ -28,7 +28,7 @@ from megatron_rlspec.models.hf_files import LazyTensors
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout import placement
-from megatron_rlspec.rollout.start import learning
+from megatron_rlspec.rollout.start import initial_learning
 from megatron_rlspec.run import identity
 from megatron_rlspec.run.engines import Engines, RunDraftRule
 from megatron_rlspec.run.extension import Extensions
@@ -107,8 +107,8 @@ def load(config: Config, command: Command) -> Loaded:
     layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
     if os.environ.get("RANK", "0") == "0":
         print(_announcement(command, config, hf_config, generates), flush=True)
-        if layout.kv_tokens:
-            print(f"rlspec {command}: {cache_line(config, layout.kv_tokens)}", flush=True)
+        if layout.estimated_kv_tokens:
+            print(f"rlspec {command}: {cache_line(config, layout.estimated_kv_tokens)}", flush=True)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     rows: Prompts | Demonstrations | None = None
     held_out: dict[str, Prompts] = {}
@@ -174,7 +174,7 @@ def start_rollouts(config: Config, loaded: Loaded, extensions: Extensions) -> St
     if extensions.migration is not None:
         migration = extensions.migration(loaded.hf_config)
     return StartingRollouts(
-        learning(config, loaded.hf_config),
+        initial_learning(config, loaded.hf_config),
         kind.start(config, Path(config.train.run_dir), loaded.layout),
         migration,
         # Last: it starts processes, and if something after it raised, nobody would end them.

@@ -281,7 +281,7 @@ def test_a_start_that_fails_is_repeated_after_a_longer_pause():
 
     restarts = Restarts(start, 3, (0.0, 0.1, 0.3))
     assert restarts.lost("a") == 1
-    assert restarts.back(block=True) == {"a": "a"}
+    assert restarts.take_restarted(block=True) == {"a": "a"}
     assert [number for number, _ in begun] == [1, 2, 3]
     first, second, third = (at for _, at in begun)
     assert second - first >= 0.1 and third - second >= 0.3
@@ -290,7 +290,7 @@ def test_a_start_that_fails_is_repeated_after_a_longer_pause():
 def test_restarts_are_counted_over_all_engines_of_a_run():
     restarts = Restarts(lambda name, number: name, 2, (0.0,))
     assert [restarts.lost(name) for name in ("a", "b", "a")] == [1, 2, 0]
-    assert restarts.back(block=True)
+    assert restarts.take_restarted(block=True)
     assert Restarts(lambda name, number: name, 0).lost("a") == 0
 
 
@@ -306,7 +306,7 @@ def test_an_engine_that_cannot_start_is_reported_and_others_are_awaited():
 
     restarts = Restarts(start, 2, (0.0,))
     restarts.lost("good"), restarts.lost("bad")
-    found = restarts.back(block=True)
+    found = restarts.take_restarted(block=True)
     assert found["good"] == "good" and str(found["bad"]) == "bad: no memory"
     assert not restarts.pending
 
@@ -315,5 +315,5 @@ def test_the_end_of_a_run_ends_the_pauses():
     restarts = Restarts(lambda name, number: name, 2, (86_400.0,))
     restarts.lost("a")
     restarts.close()
-    assert isinstance(restarts.back(block=True)["a"], EngineError)
+    assert isinstance(restarts.take_restarted(block=True)["a"], EngineError)
     assert restarts.lost("a") == 0

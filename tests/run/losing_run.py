@@ -40,7 +40,7 @@ def lose(engine):
 
 
 class Own(FleetEngines):
-    own = ("embedded",)
+    restartable = ("embedded",)
 
     def again(self, name, number):
         if number == 1:

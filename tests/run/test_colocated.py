@@ -47,7 +47,7 @@ def test_an_engine_that_is_restarted_sleeps_during_the_step_too():
         time.sleep(0.2)
         return new
 
-    starting = SimpleNamespace(again=again, own={"a", "b"})
+    starting = SimpleNamespace(again=again, restartable={"a", "b"})
     speculation = SimpleNamespace(drafts=False, chain=0)
     config = load(None, {"rollout.restarts": "1"})
     engines = Engines(config, {"a": old, "b": lost}, starting, speculation, MagicMock())

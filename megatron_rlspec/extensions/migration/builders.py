@@ -1,7 +1,7 @@
 """Build the migration of a run from its configuration: planners, and a fleet of embedded engines.
 
-`commands/training.py` calls `migration`; `engines` is the table of `extensions/kinds.py`. With SGLang's engines rank 0
-alone plans and moves (`balancer.py`). With embedded engines every rank has a `Member`, which plans by itself.
+`commands/training.py` calls `migration`; `engine_kinds` is the table of `extensions/kinds.py`. With SGLang's engines
+rank 0 alone plans and moves (`balancer.py`). With embedded engines every rank has a `Member`, which plans by itself.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from megatron_rlspec.types import SpecConfig
 BYTE_MS = 1e-6  # ms to send one byte: a rank is assumed to send 1 GB/s
 
 
-def engines() -> dict[str, Kind]:
-    """Return the kinds of engines by `rollout.engine`, as `rollout.start.engines`, with those of this extension."""
+def engine_kinds() -> dict[str, Kind]:
+    """Return the kinds of engines, with those of this extension, as `rollout.start.engine_kinds` does."""
     return {
         "sglang": Kind(ServedEngines),
         "embedded": Kind(
