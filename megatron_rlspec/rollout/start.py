@@ -62,7 +62,8 @@ class StartingEngines(Protocol):
     def again(self, name: str, number: int) -> RolloutEngine:
         """Launch an engine in place of the lost engine `name`, with the weights of `model.path`.
 
-        Blocks until it answers. `number` counts the run's restarts and names its log. Raises EngineError if it does not start.
+        Blocks until it answers. `number` counts the run's restarts and names its log. Raises EngineError if it does
+        not start.
         """
 
     def close(self) -> None:

@@ -48,7 +48,9 @@ def test_what_goes_on_keeps_its_tokens_unless_they_are_too_old() -> None:
     for request in groups[0].requests:
         drawing.add(sample(request))
     drawing.add(sample(groups[1].requests[0], reward=2.0))
-    drawing.store_partials([sample(groups[1].requests[1], length=4, status="aborted"), sample(groups[2].requests[1], length=0)])
+    drawing.store_partials(
+        [sample(groups[1].requests[1], length=4, status="aborted"), sample(groups[2].requests[1], length=0)]
+    )
     assert [r.id for r in drawing.requests()] == ["g1-n1.", "g2-n0.", "g2-n1."]
     _, left = drawing.batch()
     one, two = decode(encode(left), list[OpenGroup])

@@ -121,7 +121,7 @@ def test_an_engine_gets_what_the_trainer_leaves(mode, need, expected):
     layout = place(("0", "1") if mode == "disaggregated" else ("0",), 1, 1, 1, mode)
     if isinstance(expected, tuple):
         placed = with_memory(layout, *need)
-        assert (placed.mem_fraction, placed.tokens) == expected
+        assert (placed.mem_fraction, placed.max_total_tokens) == expected
         given = engine_arguments(load(None, {"model.path": "m"}), placed)
         assert given[given.index("--max-total-tokens") + 1] == str(expected[1])
         assert given[given.index("--mem-fraction-static") + 1] == str(expected[0])
