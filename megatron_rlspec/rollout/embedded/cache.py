@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rlspec.rollout.embedded.model import Decoder, Placement
+from megatron_rlspec.rollout.embedded.model import Decoder, ForwardPlan
 
 SPARE = 16  # columns that get slots before they are needed, so that few rounds have to take slots
 
@@ -46,10 +46,12 @@ class Cache:
 
     Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts.
 
-    kv      one tensor [slots, 2 * K, D] for each layer: keys, then values. The drafter's layers follow the target's
-    hidden  [slots, `Architecture.drafter_input_width`], what the drafter reads of the target
-    left    number of free slots
-    total   number of all slots
+    rows     how many samples can have a row at once
+    columns  of a row: tokens of the longest sample, and drafts behind them
+    kv       one tensor [slots, 2 * K, D] for each layer: keys, then values. The drafter's layers follow the target's
+    hidden   [slots, `Architecture.drafter_input_width`], what the drafter reads of the target
+    left     number of free slots
+    total    number of all slots
     """
 
     def __init__(self, model: Decoder, rows: int, columns: int, slots: int) -> None:
@@ -95,7 +97,7 @@ class Cache:
         return self.free[self.left : self.left + count].copy()
 
     def give(self, slots: np.ndarray) -> None:
-        """Make slots free again."""
+        """Make slots free again, each of them taken and given once: a slot given twice would go to two tokens."""
         self.free[self.left : self.left + len(slots)] = slots
         self.left += len(slots)
 
@@ -103,7 +105,8 @@ class Cache:
         """Take a row for a sample of these tokens [L], of which `prompt_len` are the prompt's.
 
         The row gets the slots of its prefix, and slots for columns [0, `columns`). Returns None, and takes nothing, if
-        a row or slots are lacking.
+        a row or slots are lacking. `prompt_len` is at least 1, and the sample fits into the columns of a row:
+        `Scheduler.check` and `ActiveRequest.limit` see to that.
         """
         if not self.free_rows:
             return None
@@ -188,7 +191,7 @@ class Cache:
         *,
         drafter: bool = False,
         valid: np.ndarray | None = None,
-    ) -> Placement:
+    ) -> ForwardPlan:
         """Plan a forward over columns [B, T] of B samples. Their columns [0, L) are in the slots `read [B, L]`.
 
         Attention is causal over columns. `valid [B, T]` marks columns that are not padding; None: all. The N tokens of
@@ -209,19 +212,19 @@ class Cache:
         if group > 1:
             mask = mask.repeat_interleave(group, 1)
         write = read.gather(1, columns).view(-1)
-        place = None
+        padded_index = None
         positions = positions.reshape(-1)
         if valid is not None and not valid.all():
-            place = torch.from_numpy(np.flatnonzero(valid)).to(read.device)
-            write = write[place]
-            positions = positions[place]
+            padded_index = torch.from_numpy(np.flatnonzero(valid)).to(read.device)
+            write = write[padded_index]
+            positions = positions[padded_index]
         positions = positions.clamp_(min=0)  # -1 would index the last row of `cos`
-        return Placement(
+        return ForwardPlan(
             self.model.cos[positions],
             self.model.sin[positions],
             write,
             read.reshape(-1),
             mask[:, None],
-            place,
+            padded_index,
             positions == 0,
         )

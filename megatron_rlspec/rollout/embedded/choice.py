@@ -58,7 +58,7 @@ class ConfigChoice:
         return {} if isinstance(self.chosen, SpecConfig) else self.chosen.report()
 
     @property
-    def deciding(self) -> SpecRule | None:
+    def deciding_rule(self) -> SpecRule | None:
         """Return the rule that decides on the next round; None under a fixed configuration or a hold."""
         chooser = self.present
         return None if isinstance(chooser, SpecConfig) else chooser

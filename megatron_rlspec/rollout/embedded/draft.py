@@ -19,13 +19,17 @@ from megatron_rlspec.types import SHARPNESS
 
 
 class Chains(NamedTuple):
-    """What a round verifies of B samples."""
+    """What a round verifies of B samples.
 
-    tokens: np.ndarray  # [B, 1 + k] int64: the pending token, then drafts
-    drafts: np.ndarray  # [B] how many of a row's drafts are verified; the later ones are padding
-    logq: np.ndarray | None = (
-        None  # [B, k] of all drafts, if a rule chose which of them are verified
-    )
+    tokens  [B, 1 + k] int64: the pending token, then drafts
+    drafts  [B], how many of a row's drafts are verified; the later ones are padding
+    logq    [B, number of drafts that were made, which can be more than k], if a rule chose which of them are verified;
+            None: all are
+    """
+
+    tokens: np.ndarray
+    drafts: np.ndarray
+    logq: np.ndarray | None = None
 
     @property
     def valid(self) -> np.ndarray:
@@ -57,7 +61,7 @@ def coupled(
     settings   how the B samples are sampled
     seeds      [B], of the samples
     keys       [B], the positions before the drafts; `RoundRunner._verify` must use the same keys
-    words      [V], the token ids of the columns; None: column i is token i
+    words      [V], the token ids of the columns, -1 for one whose logits are -inf; None: column i is token i
     sharpness  the factor s on log q
 
     Returns (log q, columns), [B] each. The log q is that of the temperature, before filters and sharpness: the rule

@@ -401,7 +401,7 @@ class EmbeddedEngine:
         if not runs:
             return
         rows = np.array([run.row for run in runs])  # again: some may have gone back into the queue
-        rule = self.choice.deciding
+        rule = self.choice.deciding_rule
         if rule is not None:
             self.rounds.selection = rule if rule.selection is not None else None
         committed = self.rounds.round(rows, config)

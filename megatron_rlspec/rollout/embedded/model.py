@@ -142,8 +142,8 @@ def is_drafter(name: str) -> bool:
     return name.startswith(EAGLE3_PREFIX) or ".mtp_layers." in name
 
 
-class Placement(NamedTuple):
-    """Positions, cache slots and attention mask of the N tokens of one forward."""
+class ForwardPlan(NamedTuple):
+    """Positions, cache slots and attention mask of the N tokens of one forward. `Cache.plan` makes it."""
 
     cos: Tensor  # [N, 1, D]
     sin: Tensor  # [N, 1, D], negative in the first half of D: see the end of Decoder.__init__
@@ -151,7 +151,7 @@ class Placement(NamedTuple):
     read: Tensor  # [B * L] cache slots of each sample, padded with any valid slot
     mask: Tensor  # [B, 1, T * A / K, L] 0 or -inf
     # [N] index of each token in the padded [B * T]; None when nothing is padded
-    place: Tensor | None
+    padded_index: Tensor | None
     first: Tensor  # [N] bool: rotary position 0
 
 
@@ -159,9 +159,16 @@ class Placement(NamedTuple):
 class Layer:
     """Parameters of one transformer layer on this rank, fused where one matrix product can serve several of them.
 
-    norm1         of what attention reads
-    qkv, gate_up  rows of q, k and v; of gate and up
-    norm2         before the MLP
+    Shapes are [out, in] of `F.linear`; I is the MLP's width on this rank.
+
+    norm1     [H], of what attention reads
+    qkv       [(A + 2 * K) * D, H], the rows of q, then k, then v; [.., 2 * H] in an EAGLE-3 drafter's first layer
+    qkv_bias  [(A + 2 * K) * D]; None in a family without
+    q_norm    [D], for every head, as `k_norm`; None in a family without
+    out       [H, A * D]; its product is summed over ranks, as that of `down`
+    norm2     [H], before the MLP
+    gate_up   [2 * I, H], the rows of gate, then of up
+    down      [H, I]
     """
 
     norm1: Tensor
@@ -260,7 +267,8 @@ class Decoder:
         angle = torch.outer(columns, frequencies).repeat(1, 2)
         magnitude = torch.full((arch.head_dim,), arch.rope.magnitude)
         self.cos = (angle.cos() * magnitude).to(device, dtype)[:, None]
-        # Rotation maps halves (a, b) to (-b, a). `_block` only swaps them, so the sine carries the sign.
+        # Rotation maps halves (a, b) to (-b, a). `_block` only swaps them, so the sine carries the sign. This comes
+        # after the cosine, because it changes `magnitude` in place.
         magnitude[: arch.head_dim // 2] *= -1
         self.sin = (angle.sin() * magnitude).to(device, dtype)[:, None]
 
@@ -272,25 +280,27 @@ class Decoder:
         self.first_draft_layer = self._layer(
             EAGLE3_PREFIX + "midlayer.", width=2 * h, intermediate=inner
         )
-        self.further = []
+        self.further_layers = []
         for index in range(1, drafter.num_hidden_layers):
             prefix = f"{EAGLE3_PREFIX}layers.{index}."
-            self.further.append(self._layer(prefix, intermediate=inner, norm="hidden_norm"))
+            self.further_layers.append(self._layer(prefix, intermediate=inner, norm="hidden_norm"))
         self.hidden_norm = self._new({EAGLE3_PREFIX + "midlayer.hidden_norm.weight": h})
-        self.joined_norm = None
+        self.joined_taps_norm = None
         if drafter.norms_joined:
-            self.joined_norm = self._new({EAGLE3_PREFIX + "input_norm.weight": width})
-        self.each_norm = []
+            self.joined_taps_norm = self._new({EAGLE3_PREFIX + "input_norm.weight": width})
+        self.tap_norms = []
         if drafter.norms_each:
             for tap in range(len(self.arch.taps)):
-                self.each_norm.append(self._new({f"{EAGLE3_PREFIX}fc_norm.{tap}.weight": h}))
+                self.tap_norms.append(self._new({f"{EAGLE3_PREFIX}fc_norm.{tap}.weight": h}))
         self.token_norm = self.first_draft_layer.norm1
         self.input_proj = self._new({EAGLE3_PREFIX + "fc.weight": h}, width)
         self.final_norm = self._new({EAGLE3_PREFIX + "norm.weight": h})
         words = drafter.draft_vocab_size // self.comm.size
         self.draft_head = self._new({EAGLE3_PREFIX + "lm_head.weight": words}, h, 0)
 
-    def target(self, tokens: Tensor, plan: Placement, cache: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def target(
+        self, tokens: Tensor, plan: ForwardPlan, cache: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Run the target over tokens [N] int64. Returns two tensors: hidden states, and what the drafter reads of them.
 
         The hidden states [N, H] are those after the final norm. An MTP drafter reads the same tensor, and an EAGLE-3
@@ -307,13 +317,17 @@ class Decoder:
         x = self._rms(x, self.norm)
         return x, torch.cat(tap_inputs, -1) if tap_inputs else x
 
-    def draft(self, hidden: Tensor, tokens: Tensor, plan: Placement, cache: list[Tensor]) -> Tensor:
+    def draft(
+        self, hidden: Tensor, tokens: Tensor, plan: ForwardPlan, cache: list[Tensor]
+    ) -> Tensor:
         """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] of the pairs.
 
-        `hidden` is the target's at the first draft of a round, and this function's own result at the later ones. As in
-        MiMo, the hidden state comes first in the concatenation, and the embedding is 0 at rotary position 0. The result
-        is after the drafter's norm. EAGLE-3 takes [N, n · H] of the target, and its result is before its norm, unless
-        the drafter has `norm_output`. `cache` is `Cache.kv`: target and drafter.
+        `hidden` is the target's at the first draft of a round, and this function's own result at the later ones. It
+        writes the pairs' keys and values into `cache`, the `Cache.kv` of target and drafter.
+
+        An MTP drafter works as MiMo's: the hidden state comes first in the concatenation, and the embedding is 0 at
+        rotary position 0. The result is after the drafter's norm. EAGLE-3 takes [N, n · H] of the target, and its
+        result is before its norm, unless the drafter has `norm_output`.
         """
         embedded = F.embedding(tokens, self.embedding)
         kv = cache[self.arch.layers]
@@ -325,7 +339,7 @@ class Decoder:
             parts = [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)]
             pair = torch.cat(parts, -1)
             state = self._block(self.first_draft_layer, state, plan, kv, pair)
-            for index, layer in enumerate(self.further, self.arch.layers + 1):
+            for index, layer in enumerate(self.further_layers, self.arch.layers + 1):
                 state = self._block(layer, state, plan, cache[index])
             return self._rms(state, self.final_norm) if self.arch.eagle3.norm_output else state
         embedded = embedded.masked_fill_(plan.first[:, None], 0)
@@ -335,11 +349,11 @@ class Decoder:
 
     def _projected(self, hidden: Tensor) -> Tensor:
         """Return `fc` of the target's hidden states [N, n · H], normed before as the drafter says, [N, H]."""
-        if self.joined_norm is not None:
-            hidden = self._rms(hidden, self.joined_norm)
-        if self.each_norm:
+        if self.joined_taps_norm is not None:
+            hidden = self._rms(hidden, self.joined_taps_norm)
+        if self.tap_norms:
             parts = hidden.split(self.arch.hidden, -1)
-            normed = map(self._rms, parts, self.each_norm)
+            normed = map(self._rms, parts, self.tap_norms)
             hidden = torch.cat(list(normed), -1)
         return self.packed.linear(hidden, self.input_proj)
 
@@ -367,7 +381,8 @@ class Decoder:
     def set_draft_vocabulary(self, words: Tensor) -> None:
         """Choose drafts from `words [S]`, token ids in any order. All tensor-parallel ranks must pass the same.
 
-        Raises ValueError for an empty set, for ids outside the vocabulary and for an id twice.
+        Raises ValueError for an empty set, for ids outside the vocabulary and for an id twice, and with an EAGLE-3
+        drafter, whose vocabulary is fixed.
         """
         if self.arch.eagle3:
             raise ValueError(
@@ -442,7 +457,7 @@ class Decoder:
         self,
         layer: Layer,
         x: Tensor,
-        plan: Placement,
+        plan: ForwardPlan,
         kv: Tensor,
         read: Tensor | None = None,
     ) -> Tensor:
@@ -455,7 +470,7 @@ class Decoder:
         if read is None:
             read = self._rms(x, layer.norm1)
         qkv = self.packed.linear(read, layer.qkv, layer.qkv_bias).view(n, -1, d)
-        # All below changes qkv [N, A + 2 * K, D] in place through views: it is a fresh result.
+        # What follows changes qkv [N, A + 2 * K, D] in place through views: it is a new tensor of this call.
         qk = qkv[:, : self.heads + self.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             query, key = qk.split([self.heads, self.kv_heads], 1)
@@ -466,12 +481,12 @@ class Decoder:
         # before the attention, which reads the new tokens' keys from the cache, too
         kv.index_copy_(0, plan.write, qkv[:, self.heads :])
         attended = self._attend(qkv[:, : self.heads], plan, kv)
-        x = self._add(x, attended, layer.out)
+        x = self._add_product(x, attended, layer.out)
         normed = self._rms(x, layer.norm2)
         gate, up = self.packed.linear(normed, layer.gate_up).chunk(2, -1)
-        return self._add(x, F.silu(gate).mul_(up), layer.down)
+        return self._add_product(x, F.silu(gate).mul_(up), layer.down)
 
-    def _attend(self, query: Tensor, plan: Placement, kv: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, plan: ForwardPlan, kv: Tensor) -> Tensor:
         """Return the attention output [N, A * D] of query [N, A, D], over the keys in the slots `plan.read`.
 
         The A / K query heads of a key head are laid out as further queries, so they read its keys once.
@@ -480,9 +495,9 @@ class Decoder:
         d = self.arch.head_dim
         b, _, rows, length = plan.mask.shape
         group = self.heads // k
-        if plan.place is not None:
+        if plan.padded_index is not None:
             padded = query.new_zeros(b * rows // group, self.heads, d)
-            query = padded.index_copy_(0, plan.place, query)
+            query = padded.index_copy_(0, plan.padded_index, query)
         by_head = query.reshape(b, -1, k, group, d).transpose(1, 2)
         query = by_head.reshape(b, k, rows, d)
         cached = kv.index_select(0, plan.read).view(b, length, 2, k, d)
@@ -490,15 +505,16 @@ class Decoder:
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask)
         by_token = out.view(b, k, -1, group, d).transpose(1, 2)
         out = by_token.reshape(-1, self.heads * d)
-        return out if plan.place is None else out.index_select(0, plan.place)
+        return out if plan.padded_index is None else out.index_select(0, plan.padded_index)
 
-    def _add(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Return x + y @ weightᵀ, with the product summed over ranks. Only rank 0 adds x, so that it counts once."""
+    def _add_product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """Return x + y @ weightᵀ, with the product summed over ranks. Collective. Only rank 0 adds x, so it counts once."""
         if self.comm.rank == 0:
             return self.comm.sum(self.packed.add(x, y, weight))
         return self.comm.sum(self.packed.linear(y, weight))
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMS norm of x [.., W] over its last dimension, times weight [W]."""
         width = (x.shape[-1],)
         # as in Transformers: normalise in float32, scale in x.dtype
         if x.dtype in (torch.bfloat16, torch.float16):

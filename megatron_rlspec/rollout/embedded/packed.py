@@ -24,6 +24,7 @@ class PackedWeights:
 
     def __init__(self) -> None:
         # By the matrix's identity: its version when the copy was made, and the copy; None for one that is not packed.
+        # The keys keep matrices alive, so a matrix that is replaced needs a `forget`.
         self._copies: dict[Tensor, tuple[int, Tensor | None]] = {}
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -15,24 +15,24 @@ from megatron_rlspec.types import Partial, Request, Sample, Sampling, Status
 class ActiveRequest:
     """A request that waits or runs, until its `Sample` is made. `Partial` is its frozen form.
 
-    stops     token ids that end the response
-    limit     tokens that the response may have
-    strings   stop strings; None: there are none
-    row       in the cache; -1 while waiting
-    draws     noise keys used before the sample got its row; `RoundRunner.draws` counts on from them
-    abort     whether the next step ends it (`EmbeddedEngine.abort`)
-    response  tokens sampled so far; `logprobs` has one number for each
-    versions  as `Partial.policy_versions`, in lists [version, first, last + 1], because the last one grows
-    rounds    verify rounds, without the one that sampled the first token: `acceptance.delivered` asks for these
-    spans     response tokens that were drafts, (first, last + 1)
-    sample    the result; None until the request has ended
+    stop_ids        token ids that end the response
+    limit           tokens that the response may have
+    stop_strings    None: there are none
+    row             in the cache; -1 while waiting
+    draws           noise keys used before the sample got its row; `RoundRunner.draws` counts on from them
+    abort           whether the next step ends it (`EmbeddedEngine.abort`)
+    response        tokens sampled so far; `logprobs` has one number for each
+    versions        as `Partial.policy_versions`, in lists [version, first, last + 1], because the last one grows
+    rounds          verify rounds, without the one that sampled the first token: `acceptance.delivered` asks for these
+    accepted_spans  response tokens that were drafts, (first, last + 1)
+    sample          the result; None until the request has ended
     """
 
     request: Request
     sampling: Sampling
-    stops: frozenset[int]
+    stop_ids: frozenset[int]
     limit: int
-    strings: StopStrings | None = None
+    stop_strings: StopStrings | None = None
     row: int = -1
     draws: int = 0
     abort: bool = False
@@ -40,7 +40,7 @@ class ActiveRequest:
     logprobs: list[float] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
     rounds: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    accepted_spans: list[tuple[int, int]] = field(default_factory=list)
     sample: Sample | None = None
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class ActiveRequest:
             self.logprobs = begun.logprobs.tolist()
             self.versions = [list(span) for span in begun.policy_versions]
             self.rounds = sum(begun.accepted)
-            self.spans = list(begun.accepted_spans)
+            self.accepted_spans = list(begun.accepted_spans)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -62,7 +62,7 @@ class ActiveRequest:
     def commit(self, tokens: list[int], logprobs: list[float], version: int) -> Status | None:
         """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends, else None.
 
-        tokens   at least one; all but the last one were drafts
+        tokens   at least one, with as many log-probs; all but the last one were drafts
         version  of the weights that sampled them
         """
         first = len(self.response)
@@ -76,7 +76,7 @@ class ActiveRequest:
         last = len(self.response)
         if len(tokens) > 1:
             # without the target's own token, and without drafts behind the end
-            self.spans.append((first, min(first + len(tokens) - 1, last)))
+            self.accepted_spans.append((first, min(first + len(tokens) - 1, last)))
         if self.versions and self.versions[-1][0] == version:
             self.versions[-1][2] = last
         else:
@@ -86,27 +86,33 @@ class ActiveRequest:
         return status
 
     def status(self) -> Status | None:
-        """Return how the sample ends with the last token of its response; None if it goes on. There is one token."""
+        """Return how the sample ends with the last token of its response; None if it goes on.
+
+        The response must have a token. Earlier tokens are not checked: `commit` calls this after each one.
+        """
         last = len(self.response) - 1
-        if self.response[last] in self.stops:
+        if self.response[last] in self.stop_ids:
             return "finished"
-        if self.strings is not None and self.strings.end(self.response, last) is not None:
+        if self.stop_strings is not None and self.stop_strings.end(self.response, last) is not None:
             return "finished"
         return "truncated" if len(self.response) >= self.limit else None
 
     def continued(self) -> Request:
-        """Return the request with which another engine continues this sample."""
+        """Return the request with which another engine continues this sample. `draws` must be up to date, as for `so_far`."""
         partial = Partial.of(self.so_far("aborted")) if self.response else None
         return replace(self.request, partial=partial)
 
     def so_far(self, status: Status) -> Sample:
-        """Return the sample as it is now. While it has a row, `draws` is out of date."""
+        """Return the sample as it is now.
+
+        While it has a row, `draws` is out of date: take the row from it first (`Scheduler.vacate`), or set `draws`.
+        """
         return self.request.sample(
             status,
             self.response,
             self.logprobs,
             policy_versions=tuple((v, first, last) for v, first, last in self.versions),
-            accepted=delivered(self.rounds, self.spans, len(self.response)),
-            accepted_spans=tuple(self.spans),
+            accepted=delivered(self.rounds, self.accepted_spans, len(self.response)),
+            accepted_spans=tuple(self.accepted_spans),
             draws=self.draws,
         )

@@ -1,7 +1,8 @@
 """Prefill and decode rounds over rows of the cache: draft, verify, commit. Only `engine.py` handles requests.
 
 B: rows of a round; k: drafts of a request; N: tokens of one pass. The N tokens are those of all rows without padding,
-row after row: `array[valid]` here and `Placement.place` in `cache.plan` select the same ones in the same order.
+row after row: `array[valid]` here and `ForwardPlan.padded_index` in `cache.plan` select the same ones in the same
+order.
 """
 
 from __future__ import annotations
@@ -98,10 +99,10 @@ class RoundRunner:
         starts = np.array([span.first for span in spans])
         ends = np.array([span.last for span in spans])
         columns, valid = _columns(starts, ends)
-        read = self._read(span_rows, ends)
-        plan = cache.plan(read, self._to(columns), valid=valid)
+        read = self._slots_of(span_rows, ends)
+        plan = cache.plan(read, self._to_device(columns), valid=valid)
         tokens = cache.tokens[span_rows[:, None], columns]
-        _, drafted_from = self.model.target(self._to(tokens[valid]), plan, cache.kv)
+        _, drafted_from = self.model.target(self._to_device(tokens[valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         for span in spans:
             if span.prefix is not None:
@@ -162,12 +163,13 @@ class RoundRunner:
     def round(self, rows: np.ndarray, config: SpecConfig) -> Committed:
         """Draft, verify and commit at least one token for every row.
 
-        rows    [B], all `ready`; all `can_draft`, unless `config` is off. Their `columns` have slots
+        rows    [B], different ones, all `ready`; all `can_draft`, unless `config` is off. Their `columns` have slots
+                (`Scheduler.make_room`)
         config  how many tokens are drafted
         """
         cache = self.cache
         self.previous_length[rows] = cache.length[rows]
-        read = self._read(rows, self.columns(rows, config))
+        read = self._slots_of(rows, self.columns(rows, config))
         chains = self._draft(rows, read, config)
         targets, logprobs = self._verify(rows, read, chains)
         accepted = verify.count_accepted(chains.tokens, chains.valid, targets)
@@ -181,7 +183,7 @@ class RoundRunner:
         drafts = np.full(len(rows), config.num_steps)
         if config.off:
             return Chains(tokens, drafts)
-        hidden = self._extend(rows, read)
+        hidden = self._catch_up(rows, read)
         if config.num_steps == 0:
             return Chains(tokens, drafts)
         drafted, log_probs = self._chain(rows, read, hidden, config.num_steps)
@@ -201,12 +203,12 @@ class RoundRunner:
         Returns (tokens int64, log q), [B, steps] each, on the model's device.
 
         The passes write keys of drafts into the drafter's cache. `Cache.drafted` does not count them, so the next
-        `_extend` replaces them by those of the committed tokens and the target's hidden states.
+        `_catch_up` replaces them by those of the committed tokens and the target's hidden states.
         """
         cache = self.cache
         model = self.model
-        start = self._to(cache.length[rows])
-        seeds = self._to(self.seeds[rows])
+        start = self._to_device(cache.length[rows])
+        seeds = self._to_device(self.seeds[rows])
         settings = self._settings(rows)
         words = model.draft_ids
         tokens: list[Tensor] = []
@@ -230,7 +232,7 @@ class RoundRunner:
             logqs.append(logq)
         return torch.stack(tokens, 1), torch.stack(logqs, 1)
 
-    def _extend(self, rows: np.ndarray, read: Tensor) -> Tensor:
+    def _catch_up(self, rows: np.ndarray, read: Tensor) -> Tensor:
         """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
         cache = self.cache
         # Prefixes and rows that are far behind run in chunks first, which bounds the memory of a pass.
@@ -238,21 +240,21 @@ class RoundRunner:
         for row, prefix in self._prefixes(rows):
             while prefix.drafted < len(prefix.tokens):
                 last = min(prefix.drafted + chunk, len(prefix.tokens))
-                self._pairs(np.array([row]), np.array([prefix.drafted]), np.array([last]))
+                self._run_pairs(np.array([row]), np.array([prefix.drafted]), np.array([last]))
                 prefix.drafted = last
         while (behind := cache.length[rows] - cache.drafted[rows] > chunk).any():
             first = cache.drafted[rows[behind]]
-            self._pairs(rows[behind], first, first + chunk)
+            self._run_pairs(rows[behind], first, first + chunk)
             cache.drafted[rows[behind]] += chunk
         first = cache.drafted[rows]
         last = cache.length[rows]
-        out = self._pairs(rows, first, last, read)
+        out = self._run_pairs(rows, first, last, read)
         cache.drafted[rows] = last
         # Every row has at least one pair: its pending token was committed after the drafter's last pass.
         ends = np.cumsum(last - first)
-        return out[self._to(ends - 1)]  # the output at each row's pending token
+        return out[self._to_device(ends - 1)]  # the output at each row's pending token
 
-    def _pairs(
+    def _run_pairs(
         self,
         rows: np.ndarray,
         first: np.ndarray,
@@ -266,13 +268,13 @@ class RoundRunner:
         """
         cache = self.cache
         if read is None:
-            read = self._read(rows, last)
+            read = self._slots_of(rows, last)
         columns, valid = _columns(first, last)
-        plan = cache.plan(read, self._to(columns), drafter=True, valid=valid)
+        plan = cache.plan(read, self._to_device(columns), drafter=True, valid=valid)
         tokens = cache.tokens[rows[:, None], columns]
         previous_slots = cache.slots[rows[:, None], columns - 1]
-        hidden = cache.hidden.index_select(0, self._to(previous_slots[valid]))
-        return self.model.draft(hidden, self._to(tokens[valid]), plan, cache.kv)
+        hidden = cache.hidden.index_select(0, self._to_device(previous_slots[valid]))
+        return self.model.draft(hidden, self._to_device(tokens[valid]), plan, cache.kv)
 
     def _verify(
         self, rows: np.ndarray, read: Tensor, chains: Chains
@@ -294,8 +296,8 @@ class RoundRunner:
         width = valid.shape[1]
         keys = first[:, None] + np.arange(width)
         self.draws[rows] += width  # only target_only reads it
-        seeds = self._to(self.seeds[token_rows])
-        chosen = verify.sample(logp, settings, seeds, self._to(keys[valid]))
+        seeds = self._to_device(self.seeds[token_rows])
+        chosen = verify.sample(logp, settings, seeds, self._to_device(keys[valid]))
         targets = np.full(valid.shape, -1, np.int64)
         logprobs = np.zeros(valid.shape, np.float32)
         targets[valid] = chosen.cpu().numpy()
@@ -310,23 +312,25 @@ class RoundRunner:
         pending = cache.length[rows] - 1
         columns = pending[:, None] + np.arange(valid.shape[1])
         columns = np.minimum(columns, read.shape[1] - 1)  # padding stays within `read`
-        plan = cache.plan(read, self._to(columns), valid=valid)
-        hidden, drafted_from = self.model.target(self._to(chains.tokens[valid]), plan, cache.kv)
+        plan = cache.plan(read, self._to_device(columns), valid=valid)
+        hidden, drafted_from = self.model.target(
+            self._to_device(chains.tokens[valid]), plan, cache.kv
+        )
         cache.hidden.index_copy_(0, plan.write, drafted_from)
         return self.model.logits(hidden)
 
     def _settings(self, rows: np.ndarray) -> Settings:
         """Return how the rows are sampled, [B] each, for any number B of rows, which may repeat."""
-        return Settings(*self._to(self.settings[rows].T))
+        return Settings(*self._to_device(self.settings[rows].T))
 
-    def _read(self, rows: np.ndarray, last: np.ndarray) -> Tensor:
+    def _slots_of(self, rows: np.ndarray, last: np.ndarray) -> Tensor:
         """Return the slots [B, L] of the rows' columns before the largest `last`.
 
         A column without a slot shows an old one or 0: the causal mask hides it.
         """
-        return self._to(self.cache.slots[rows, : int(last.max())])
+        return self._to_device(self.cache.slots[rows, : int(last.max())])
 
-    def _to(self, x: np.ndarray) -> Tensor:
+    def _to_device(self, x: np.ndarray) -> Tensor:
         """Copy an array to the model's device. On a CPU the tensor may share the array's memory."""
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
 

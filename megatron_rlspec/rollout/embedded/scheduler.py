@@ -53,7 +53,7 @@ class Scheduler:
 
     # ---- requests that come -----------------------------------------------------------------------------------------
 
-    def made(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
+    def make_runs(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
         """Make runs of requests, without entering them. Raises EngineError for stop strings without a tokenizer."""
         runs = []
         for request, sampling in requests:
@@ -91,7 +91,7 @@ class Scheduler:
         if request.partial is not None:
             try:
                 # called for its ValueError only; `run.status` also knows stop strings
-                ended(run.response, run.stops, run.limit)
+                ended(run.response, run.stop_ids, run.limit)
             except ValueError as error:
                 raise RequestError(f"request {request.id}: {error}") from None
             status = run.status()
@@ -101,7 +101,7 @@ class Scheduler:
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
         """Queue requests. Raises EngineError, and queues none, if one of them is wrong."""
         used_ids = {run.request.id for run in self.every}
-        runs = self.made(requests)
+        runs = self.make_runs(requests)
         for run in runs:
             self.check(run, used_ids)
         self.waiting += [run for run in runs if run.sample is None]
@@ -124,14 +124,15 @@ class Scheduler:
             self.running.append(self.waiting.pop(0))
 
     def seat(self, run: ActiveRequest, row: int) -> None:
-        """Give a run a row of the cache that has its tokens. The caller moves it into `running`."""
+        """Give a run a row that `Cache.open` has just opened for its tokens. The caller moves the run to `running`."""
         self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
         run.row = row
 
     def make_room(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
         """Get slots for `columns [B]` of every run. Returns the runs that still have a row.
 
-        While slots lack, the youngest running sample goes back to the head of the queue. It may be one of `runs`.
+        All of `runs` must be in `running`. While slots lack, the youngest running sample goes back to the head of the
+        queue. It may be one of `runs`.
         """
         for run, count in zip(runs, columns.tolist(), strict=True):
             while run.row >= 0 and not self.cache.ensure_slots(run.row, count):

@@ -27,7 +27,7 @@ from megatron_rlspec import token_filter
 from megatron_rlspec.noise import draw
 from megatron_rlspec.types import Verifier
 
-_WORD = (1 << 64) - 1
+_MASK_64 = (1 << 64) - 1
 # Four steps of splitmix64's state. An arbitrary choice, but another one changes every text under target_only.
 _FOUR_STEPS = 4 * 0x9E3779B97F4A7C15
 
@@ -64,11 +64,11 @@ def noise_seed(seed: int, verifier: Verifier) -> np.int64:
     Under position_keyed it is the request's own. Under target_only it is a hash of that (splitmix64), because the keys
     are numbers of draws there: with the request's own seed, draw n would have the noise of position n.
     """
-    x = seed & _WORD
+    x = seed & _MASK_64
     if verifier == "target_only":
-        x = (x + _FOUR_STEPS) & _WORD
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+        x = (x + _FOUR_STEPS) & _MASK_64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
         x ^= x >> 31
     return np.uint64(x).astype(np.int64)
 

@@ -44,7 +44,7 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         rule  replaces the engine's own; None: the engine keeps its own
         """
         with self._lock:
-            runs = self.scheduler.made(requests)
+            runs = self.scheduler.make_runs(requests)
             # `Scheduler.remove` would free rows, which may be others' by now: `retile` has reset the cache.
             self.scheduler.running = []
             self.scheduler.waiting = []

@@ -106,7 +106,7 @@ class Fleet:
         with self._fields_lock:
             if not self._open:
                 self._began = time.perf_counter()
-            runs = scheduler.made([(request, sampling) for request in requests])
+            runs = scheduler.make_runs([(request, sampling) for request in requests])
             known_ids = set(self._open)
             for run in runs:
                 scheduler.check(run, known_ids)

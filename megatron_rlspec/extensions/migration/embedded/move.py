@@ -183,7 +183,7 @@ class TransferEndpoint:
         """Write stage 2, and free the rows of samples that stayed. Returns the samples that run here from now on."""
         cache = self.cache
         self._write(message)
-        runs = self.engine.scheduler.made(message.requests)
+        runs = self.engine.scheduler.make_runs(message.requests)
         for run, columns in zip(runs, message.samples, strict=True):
             row = self.reserved.pop(columns.id)
             tokens = run.tokens
