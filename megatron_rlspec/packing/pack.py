@@ -50,13 +50,15 @@ def pack(
 ) -> list[PackedBatch]:
     """Return this rank's micro-batches of one optimizer step; ranks with too few samples get batches of padding only.
 
+    samples                 of the whole step, in the same order on all ranks; the arguments below are equal on all
+                            ranks, too, but for `dp_rank` and `cp_rank`
     depth                   drafts of each position, for the lists of `PackedBatch`
     tokens_per_micro_batch  most tokens of one micro-batch with padding, over all its context-parallel ranks
     multiple                a rank's tokens are a multiple of it (the tensor-parallel size under sequence parallelism)
     advantages              one per sample; 0 if omitted
     drafter_weights         one per sample, not negative; 1 if omitted. Samples of weight 0 are left out of the
                             drafter's pass (`PackedBatch.drafter_part`)
-    version                 of the policy to be trained; None leaves `staleness` out
+    version                 of the policy to be trained, not below that of any token; None leaves `staleness` out
     aggregation             what Σ policy_weight · loss_mask · loss / counts["policy"] is over the whole step.
                             token: the mean over trained tokens
                             sample: the mean over samples of their token means (0 for a sample without trained tokens)
@@ -64,7 +66,7 @@ def pack(
     constant_length         tokens that each sample counts under aggregation=constant; not read otherwise
 
     `counts["drafter"][d - 1]` is Σ drafter_weight · drafter_mask[d - 1]. A count of 0 becomes 1; the sum that it
-    divides is 0.
+    divides is 0. Raises ValueError for a sample longer than a micro-batch, and for one whose versions are wrong.
     """
     lengths = [len(sample.tokens) for sample in samples]
     # `cp_index` cuts into 2 * cp_size chunks, and each rank's share must be a multiple of `multiple`.
@@ -86,8 +88,8 @@ def pack(
         columns["staleness"] = [_staleness(sample, version) for sample in samples]
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
     # indices of the samples that the drafter learns from
-    learnt = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
-    learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt)
+    learnt_samples = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
+    learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt_samples)
 
     micro_batch = partial(
         _micro_batch,
@@ -104,8 +106,8 @@ def pack(
     for chosen in bins[dp_rank::dp_size]:
         batch = micro_batch(chosen)
         # decided by all samples of the step, so that either all batches of all ranks have a part or none has
-        if len(learnt) < len(samples):
-            part = micro_batch([i for i in chosen if i in learnt])
+        if len(learnt_samples) < len(samples):
+            part = micro_batch([i for i in chosen if i in learnt_samples])
             batch = replace(batch, drafter_part=part, drafter_rows=_rows_in(batch, part))
         batches.append(batch)
     return batches
@@ -132,8 +134,8 @@ def partition(
 ) -> list[list[int]]:
     """Put the indices of `lengths` into balanced bins whose lengths add up to at most `budget` in each.
 
-    The number of bins is a multiple of `multiple_of`.
-    For `pack` a bin is a micro-batch, an item a sample, and `multiple_of` the data-parallel size.
+    The number of bins is a multiple of `multiple_of`. For `pack` a bin is a micro-batch, an item a sample, and
+    `multiple_of` the data-parallel size.
 
     Items are placed in order of falling length, each into the emptiest bin. If one does not fit there, all are placed
     again, into `multiple_of` more bins. Equal lengths and loads are ordered by index, so that all ranks get the same

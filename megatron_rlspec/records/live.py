@@ -31,8 +31,8 @@ LOSSES = ("policy/loss", "drafter/loss_1")  # shown where there is no reward
 # left out if they are 0, the normal value
 WARNINGS = ("rollout/failed_rewards", "rollout/groups_without_advantage", "rollout/truncated")
 WIDEST = 120  # characters of a line
-FRESH = "drafter/seconds_fresh"  # written by `extensions/drafter_schedules/fresh.py`
-CLEAR = 0.05  # share of the decoding time: the estimate of a saving is not more exact
+FRESH_SECONDS = "drafter/seconds_fresh"  # written by `extensions/drafter_schedules/fresh.py`
+CLEAR_SHARE = 0.05  # of the decoding time: smaller savings are within the error of the estimate
 Numbers = Mapping[str, float]  # the record of a step, by key
 
 
@@ -54,17 +54,17 @@ def line(step: int, total: int, values: Numbers, seconds_left: float = 0.0) -> s
 
 def _parts(values: Numbers) -> Iterator[str]:
     """Yield what a line shows of a record, the most important first."""
-    for key, (name, style) in SHOWN.items():
+    for key, (name, number_format) in SHOWN.items():
         value = values.get(key, math.nan)  # NaN is left out, too
         if math.isnan(value) or (key in WARNINGS and not value):
             continue
         if key in LOSSES and "rollout/reward" in values:
             continue
-        part = f"{name} {style.format(value)}"
-        if key == "seconds_train" and FRESH in values:
-            part += f" ({values[FRESH]:.1f} s of it the fresh drafter)"
+        part = f"{name} {number_format.format(value)}"
+        if key == "seconds_train" and FRESH_SECONDS in values:
+            part += f" ({values[FRESH_SECONDS]:.1f} s of it the fresh drafter)"
         yield part
-    if shares := configs(values):
+    if shares := config_shares(values):
         yield shares
 
 
@@ -93,7 +93,7 @@ class Saving(NamedTuple):
     @property
     def effect(self) -> str:
         """Return what speculation did, in words."""
-        if abs(self.saved) < CLEAR * self.spent:
+        if abs(self.saved) < CLEAR_SHARE * self.spent:
             return "neither saved nor cost a clear part"
         if self.saved > 0:
             return f"saved about {self.saved:.1f} s"
@@ -102,6 +102,7 @@ class Saving(NamedTuple):
 
 def saving(records: Sequence[Numbers]) -> Saving | None:
     """Return what speculation saved in a run, from the records of its steps; None if no step has an estimate."""
+    # `speculation/learning.py` writes this key only with rounds, so the two keys below have numbers, too.
     estimated = [values for values in records if "spec/saved_seconds" in values]
     if not estimated:
         return None
@@ -122,7 +123,7 @@ def saved_line(records: Sequence[Numbers]) -> str:
     )
 
 
-def configs(values: Numbers) -> str:
+def config_shares(values: Numbers) -> str:
     """Return each configuration's share of the decode rounds, the largest first: "k3 84%, off 16%"."""
     prefix = "spec/share_"
     shares = []

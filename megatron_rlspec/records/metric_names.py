@@ -30,7 +30,10 @@ class Metric:
     act: str = ""
 
     def is_normal(self, value: float) -> bool | None:
-        """Return whether a value is normal; None unless `normal` is a number, `below N`, `above N` or `at least N`."""
+        """Return whether a value is normal; None unless `normal` is a number, `below N`, `above N` or `at least N`.
+
+        NaN is not normal then.
+        """
         bound = BOUND.fullmatch(self.normal)
         if bound is None:
             return None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_rlspec.records.sinks import Sink
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
-READ_MOST = 1 << 31  # bytes; `read_records` refuses a larger file
+LARGEST_FILE = 1 << 31  # bytes; `read_records` refuses a larger file
 # Packages whose versions can change a run's results.
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
@@ -63,7 +63,11 @@ class Recorder:
         self._sinks = open_sinks()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the record of a step to `metrics.jsonl`, with null for NaN and infinity, and send it to the sinks."""
+        """Add the record of a step to `metrics.jsonl`, with null for NaN and infinity, and send it to the sinks.
+
+        Values that are no numbers go to the file only. Call it once for each step, with rising steps: readers take the
+        last line for the newest step, and Weights & Biases ignores a step below the last one.
+        """
         self._append("metrics", [{"step": step, "time": time.time(), **values}])
         numbers = {}
         for name, value in values.items():
@@ -87,7 +91,7 @@ class Recorder:
         self._append("events", [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:
-        """Add samples to `samples.jsonl`, and send them to the sinks.
+        """Add samples, whose `text` is set, to `samples.jsonl`, and send them to the sinks.
 
         A row's `pieces` are the response's text in parts [text, whether its tokens are accepted drafts]. The keys
         "prompt", "response", "label", "reward" and "status" are also columns in `sinks.py`.
@@ -132,7 +136,10 @@ class Recorder:
         self._append("moves", [{"step": step, **record}])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add all rows as lines to a JSONL file, or none if a write fails, as on a full disk. Raises OSError."""
+        """Add all rows as lines to a JSONL file, or none if a write fails, as on a full disk. Raises OSError.
+
+        There is no lock. If a write fails, lines that another thread adds to this file meanwhile may be cut off, too.
+        """
         path = self.run_dir / f"{name}.jsonl"
         lines = [json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows]
         content = "".join(lines).encode()
@@ -147,6 +154,7 @@ class Recorder:
                 raise OSError(error.errno, error.strerror, str(path)) from None
 
     def close(self) -> None:
+        """Close the sinks. The files are open only while lines are added."""
         for sink in self._sinks:
             sink.close()
 
@@ -221,7 +229,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    lines = files.read_text(path, READ_MOST).split("\n")
+    lines = files.read_text(path, LARGEST_FILE).split("\n")
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:

@@ -99,7 +99,7 @@ class WeightsAndBiases:
 Sink = TensorBoard | WeightsAndBiases
 
 
-def check(log: LogConfig) -> None:
+def check_installed(log: LogConfig) -> None:
     """Raise ConfigError if the package of a sink is not installed. A sink's name is its package's."""
     for name in log.sinks:
         if importlib.util.find_spec(name) is None:
@@ -115,7 +115,10 @@ def open_sinks(
     run_dir: Path,
     first_step: int,
 ) -> Sequence[Sink]:
-    """Open the sinks of `log.sinks`. Raises ConfigError."""
+    """Open the sinks of `log.sinks`; with `first_step` above 0 they go on after a resume. Raises ConfigError.
+
+    `run/recording.py` hands this to `Recorder`, which calls it on rank 0 once it has dropped later lines.
+    """
     sinks: list[Sink] = []
     if "tensorboard" in log.sinks:
         sinks.append(TensorBoard(run_dir, first_step))

@@ -49,7 +49,7 @@ def naming_paths(config: Config) -> Iterator[None]:
 
 
 def _check(config: Config, command: Command) -> None:
-    sinks.check(config.log)
+    sinks.check_installed(config.log)
     generates = config.generates(command)
     reads_prompts = generates and command != "sft"
     drafter = config.drafter

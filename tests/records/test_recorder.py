@@ -139,7 +139,7 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="log.sinks=tensorboard,wandb: .* not installed here: pip install tensorboard"
     ):
-        sinks.check(log("tensorboard,wandb"))
+        sinks.check_installed(log("tensorboard,wandb"))
 
 
 def test_a_package_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):

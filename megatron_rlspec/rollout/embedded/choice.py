@@ -13,7 +13,9 @@ from megatron_rlspec.types import OFF, SpecConfig
 
 
 class ConfigChoice:
-    """See `RolloutEngine.set_config`, `set_spec_rule`, `hold` and `release`. Callers hold the engine's lock.
+    """What `RolloutEngine.set_config`, `set_spec_rule`, `hold` and `release` set. Callers hold the engine's lock.
+
+    Under tensor parallelism all ranks must set the same: they choose a round each by itself, and run it together.
 
     candidates  what a rule chooses among if it names none
     held        the reason of `hold`; "" if speculation is not held

@@ -85,7 +85,7 @@ class EmbeddedEngine:
     max_running_requests  samples that run at once
     max_length            tokens of a sample, the prompt included
     prefill_chunk         most tokens of one prefill, between two rounds
-    group                 the tensor-parallel group; None: one rank
+    group                 the tensor-parallel group; None: one rank. All ranks must pass equal arguments
     version               of the first weights
     tokenizer             loads the model's, for stop strings; None: requests with stop strings are refused
     ends                  token ids that end a text, beside those of config.json
@@ -180,7 +180,7 @@ class EmbeddedEngine:
                     break
                 with self._lock:
                     self._steady.wait_for(lambda: self._update is None)
-                    # Deliver first what another caller's step has ended meanwhile.
+                    # If another caller's step has ended samples of this call meanwhile, deliver these first.
                     if all(run.sample is None for run in open_runs):
                         self._serve()
                 # locks are not fair: let another thread take this one between two rounds

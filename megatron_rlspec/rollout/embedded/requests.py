@@ -98,7 +98,7 @@ class ActiveRequest:
         return "truncated" if len(self.response) >= self.limit else None
 
     def continued(self) -> Request:
-        """Return the request with which another engine continues this sample. `draws` must be up to date, as for `so_far`."""
+        """Return the request with which another engine continues this sample. `draws` as for `so_far`."""
         partial = Partial.of(self.so_far("aborted")) if self.response else None
         return replace(self.request, partial=partial)
 
