@@ -508,7 +508,10 @@ class Decoder:
         return out if plan.padded_index is None else out.index_select(0, plan.padded_index)
 
     def _add_product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """Return x + y @ weightᵀ, with the product summed over ranks. Collective. Only rank 0 adds x: it counts once."""
+        """Return x + y @ weightᵀ, with the product summed over ranks. Collective.
+
+        Only rank 0 adds x, so that it counts once.
+        """
         if self.comm.rank == 0:
             return self.comm.sum(self.packed.add(x, y, weight))
         return self.comm.sum(self.packed.linear(y, weight))
