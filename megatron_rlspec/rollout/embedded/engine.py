@@ -140,7 +140,7 @@ class EmbeddedEngine:
         self._log = RoundLog()
         # A step holds it, and so do all calls that change requests, weights or the choice of drafts.
         self._lock = threading.RLock()
-        self._steady = threading.Condition(self._lock)  # notified when an update ends
+        self._update_ended = threading.Condition(self._lock)
         self._update: _Update | None = None
         self._broken = "no weights"  # why the engine cannot generate; empty if it can
         # Tensors whose content is unknown, because no finished update brought them.
@@ -179,7 +179,7 @@ class EmbeddedEngine:
                 if not open_runs:
                     break
                 with self._lock:
-                    self._steady.wait_for(lambda: self._update is None)
+                    self._update_ended.wait_for(lambda: self._update is None)
                     # If another caller's step has ended samples of this call meanwhile, deliver these first.
                     if all(run.sample is None for run in open_runs):
                         self._serve()
@@ -248,7 +248,7 @@ class EmbeddedEngine:
             else:
                 self._finish(update)
             self._update = None
-            self._steady.notify_all()
+            self._update_ended.notify_all()
 
     def _finish(self, update: _Update) -> None:
         """Take the new weights into use. Raises EngineError if the content of a tensor is unknown."""
@@ -379,15 +379,15 @@ class EmbeddedEngine:
             single_token: list[ActiveRequest] = []
             if self.choice.present != OFF:
                 single_token = [run for run in ready if not self.rounds.can_draft(run.row)]
-            self._round(single_token, drafts=False)
+            self._round(single_token, may_draft=False)
             # That round may have taken rows from others, to make room for its own.
             self._round([run for run in ready if run.row >= 0 and run not in single_token])
         self._broken = ""
 
-    def _round(self, runs: list[ActiveRequest], drafts: bool = True) -> None:
+    def _round(self, runs: list[ActiveRequest], may_draft: bool = True) -> None:
         """Run one round of these samples, or of those that the cache has room for, and let the rule learn from it.
 
-        drafts  whether the configuration is chosen. If not, it is a plain round, whose duration the rule does not learn
+        may_draft  whether a configuration is chosen; if not, it is a plain round, whose duration no rule learns
         """
         if not runs:
             return
@@ -395,7 +395,7 @@ class EmbeddedEngine:
         rows = np.array([run.row for run in runs])
         context = int(self.cache.length[rows].sum())
         config = OFF
-        if drafts:
+        if may_draft:
             config = self.choice.choose(len(rows), context, lambda: self.rounds.missed(rows))
         runs = self.scheduler.make_room(runs, self.rounds.columns(rows, config))
         if not runs:
@@ -411,11 +411,12 @@ class EmbeddedEngine:
         if_all: Sequence[float] = ()
         if rule is not None:
             if_all = rule.observe(config, accepted, verified, committed.logq)
-            if drafts:
+            if may_draft:
                 # Collective. All ranks must learn one duration: with their own, they would choose different rounds.
                 mean_ms = self.model.comm.mean(round_ms, self.model.device)
                 rule.timed(config, len(rows), context, mean_ms, drafts=float(verified.mean()))
         self._append(runs, committed)
+        # The log has the whole round. A rule learns `round_ms`, which is known before the samples are extended.
         ms = (time.perf_counter() - began) * 1e3
         counts = histogram_of(config.num_steps, accepted)
         drafts_verified = int(verified.sum())

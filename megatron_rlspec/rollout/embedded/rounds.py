@@ -68,7 +68,7 @@ class RoundRunner:
         self.previous_length = np.zeros(rows, np.int64)
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
-        """Set the sampling of a row that `Cache.open` has just given to a sample.
+        """Set the sampling of a row that `Cache.open` has given to a sample, before its first round.
 
         draws  noise keys that the sample has used so far: it continues after them. 0 for a new sample
         """

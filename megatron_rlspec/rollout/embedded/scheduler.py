@@ -124,7 +124,7 @@ class Scheduler:
             self.running.append(self.waiting.pop(0))
 
     def seat(self, run: ActiveRequest, row: int) -> None:
-        """Give a run a row that `Cache.open` has just opened for its tokens. The caller moves the run to `running`."""
+        """Give a run a row that `Cache.open` has opened for its tokens. The caller moves the run to `running`."""
         self.rounds.seat(row, run.sampling, run.request.seed, run.draws)
         run.row = row
 

@@ -11,8 +11,8 @@ N: tokens that a pass verifies; V: vocabulary; B: samples; k: drafts of a sample
 The target samples a token at each place of a chain of drafts. A draft is accepted if it equals the target's token there
 and all drafts before it were accepted.
 
-The noise (`noise.py`) is that of SGLang's seeded sampler. So both engines give the same text for the same seed, except
-where two tokens are as good up to rounding.
+The noise (`noise.py`) is that of SGLang's seeded sampler. So under position_keyed both engines give the same text for
+the same seed, except where two tokens are equally good up to rounding.
 """
 
 from __future__ import annotations
