@@ -215,7 +215,7 @@ class Conversations:
     def __init__(
         self,
         function: Callable[[Conversation], Any],
-        engines: EnginePool,
+        pool: EnginePool,
         tokenizer: PreTrainedTokenizerBase,
         seconds: float = 600.0,
         keyed: bool = True,
@@ -223,7 +223,7 @@ class Conversations:
         self.running: dict[str, None] = {}
         self._function = function
         self._message_start = named("rollout.function", function)
-        self._engines = engines
+        self._pool = pool
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._keyed = keyed
@@ -361,7 +361,7 @@ class Conversations:
 
     def _abort(self) -> None:
         """Abort all turns on all engines: their conversations end by `Unwound`."""
-        for engine in list(self._engines.engines.values()):
+        for engine in list(self._pool.engines.values()):
             try:
                 engine.abort(list(self.running))
             except EngineError:  # a lost engine is dropped by the next call that needs it
@@ -375,8 +375,8 @@ class Conversations:
         self.running[request.id] = None
         try:
             while self._failure is None:
-                self._engines.check()
-                engines = dict(self._engines.engines)
+                self._pool.check()
+                engines = dict(self._pool.engines)
                 names = list(engines)
                 if not names:  # the last one has just been dropped
                     continue
@@ -392,8 +392,8 @@ class Conversations:
                     # Conversations of one engine fail at the same time. `drop` takes the engine out once.
                     with self._lock:
                         for begun in error.begun.values():
-                            self._engines.continued_tokens += len(begun.response)
-                        self._engines.drop(name, error)
+                            self._pool.continued_tokens += len(begun.response)
+                        self._pool.drop(name, error)
         except EngineError as error:  # no engine is left, or none takes the request
             self._fail(error)
         finally:
