@@ -38,7 +38,7 @@ from megatron_rlspec.models.directory import check_model
 from megatron_rlspec.models.families import FAMILIES, names_where, record_of
 from megatron_rlspec.models.headers import Header
 from megatron_rlspec.models.hf_files import CheckpointError, read_hf, write_json
-from megatron_rlspec.models.lazy import Lazy, Makers, fused
+from megatron_rlspec.models.lazy import Lazy, Makers, to_megatron
 from megatron_rlspec.models.names import NameTable, name_table
 
 Kind = Literal["hf", "megatron"]  # of a target; a source can also be a checkpoint of a run
@@ -145,7 +145,7 @@ def plan(
     tensors: Mapping[str, Tensor]
     if kind == "hf":
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
-        tensors = fused(source_table, read_hf(source)[1])
+        tensors = to_megatron(source_table, read_hf(source)[1])
     else:
         # By the table with the drafter: its names that the source lacks are not in `tensors`.
         tensors = TorchDistReader(source, table)
@@ -175,7 +175,7 @@ def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
     tensors = run_checkpoint.tensors_of(source, table, layout.tensor)
     if not layout.drafter:
         # The checkpoint has no tensors of a drafter that was not trained: they come from the model.
-        frozen = fused(table, read_hf(model)[1])
+        frozen = to_megatron(table, read_hf(model)[1])
         for name in filter(table.is_drafter, frozen):
             tensors.makers[name] = frozen.makers[name]
     _check_complete(source, tensors, table)

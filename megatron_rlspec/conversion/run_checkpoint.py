@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from megatron_rlspec.models.config import STATED
+from megatron_rlspec.models.config import SHARPNESS_KEY
 from megatron_rlspec.models.headers import read_object
 from megatron_rlspec.models.hf_files import CheckpointError
 from megatron_rlspec.models.lazy import Lazy, Makers
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
     drafter  the trained drafter: "mtp", "eagle3" or "" (none)
     tensor   the tensor-parallel size of the run
-    chosen   keys to add to the drafter's config.json: the sharpness of drafts that training chose, under `STATED`
+    chosen   keys to add to the drafter's config.json: the sharpness that training chose, under `SHARPNESS_KEY`
     words    a text that ends in the CRC-32, in hex, of the token ids that an EAGLE-3 drafter drafts from
              (`eagle3_identity` in `train/model.py`); "" without such a drafter
     """
@@ -103,7 +103,7 @@ def layout_of(path: Path) -> Layout:
     return Layout(
         drafter=layout.get("drafter") or "",
         tensor=layout.get("tensor", 1),
-        chosen={} if sharpness is None else {STATED: sharpness},
+        chosen={} if sharpness is None else {SHARPNESS_KEY: sharpness},
         words=layout.get("eagle3") or "",
     )
 

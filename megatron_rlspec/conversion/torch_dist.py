@@ -101,7 +101,7 @@ def _stored_name(family: NameTable, name: str, spec: str) -> str:
     `sharded_state_dict_keys_map`), but not with latent attention.
     """
     if spec == "te":
-        return family.fused(name)
+        return family.te_name(name)
     if any("linear_kv_up_proj" in row for row in family.rows):
         return name
     for norm, layer in FUSED[:2]:  # input_layernorm and pre_mlp_layernorm

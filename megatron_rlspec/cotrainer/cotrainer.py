@@ -33,7 +33,7 @@ from megatron_rlspec.conversion.drafter_files import read_model
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.cotrainer.drafter import DrafterBeside
 from megatron_rlspec.cotrainer.fields import Sequences
-from megatron_rlspec.cotrainer.speculation import DraftRule, answers
+from megatron_rlspec.cotrainer.speculation import DraftRule, ask_logged
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.models.config import DRAFTER, sharpness_of
 from megatron_rlspec.push.canary import CANARY_PROMPTS
@@ -53,7 +53,7 @@ from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 logger = logging.getLogger(__name__)
 RULE = "rule.json"  # within a checkpoint: the state of `Learning`, what it learnt from rollouts
 # Options of [drafter] that act in `rlspec train` only.
-OF_RLSPEC_TRAIN = (
+_ONLY_IN_RLSPEC_TRAIN = (
     *("vocabulary", "share", "replay", "overlap", "fresh"),
     *("reward_weight", "update_every"),
 )
@@ -87,12 +87,13 @@ class CoTrainer:
 
         model            the policy, without a DDP wrapper, and without MTP layers of its own
         hf_path          Hugging Face directory that engines were started with: config.json, and the drafter's weights
-        engines          URLs of `rlspec serve`; rank 0 reads them
-        sampling         of rollouts
+        engines          URLs of `rlspec serve`, each once; rank 0 reads them
+        sampling         of the rollouts; the drafter's loss has its temperature (1 if rollouts are greedy)
         drafter          kind, path, loss, depth, lr, ... as in docs/configuration.md, section [drafter]
-        candidate_steps  drafts of a round that engines choose from, as they were started
+        candidate_steps  numbers of drafts that engines choose from for a round, as they were started; at least one
         verifier         of the engines, as they were started
-        canary           prompts that every engine answers after a push; (): fingerprints are compared only
+        canary           prompts, of which the first `CANARY_PROMPTS` are each engine's canary (`push/canary.py`); ():
+                         only fingerprints are compared
         clip_grad        largest norm of the drafter's gradient; 0: no limit
 
         Raises ConfigError for a model, drafter or engine that does not fit, and EngineError for one that does not
@@ -117,7 +118,8 @@ class CoTrainer:
             temperature=sampling.temperature,
             clip_grad=clip_grad,
         )
-        self.drafting.thaw()  # the policy is built already
+        # At once: the drafter's weights come from files. Those of slime's MTP layer are loaded with the policy.
+        self.drafting.make_ready()
         self.engines: dict[str, RolloutEngine] = {}
         if dist.get_rank() == 0:
             self.engines = {url: SGLangEngine(url) for url in engines}
@@ -134,7 +136,8 @@ class CoTrainer:
             self._health = Health(
                 Pusher(self.engines),
                 frozenset(self._table.drafter_names).__contains__,
-                lambda name, engine: answers({name: engine}, self.rule.set),
+                # logged, not raised: an engine that fails here must not end the push
+                lambda name, engine: ask_logged({name: engine}, self.rule.set),
                 canary[:CANARY_PROMPTS],
                 sampling,
                 HealthSettings(max(candidate_steps)),
@@ -151,13 +154,13 @@ class CoTrainer:
         micro-batch begins at position `i * s`.
 
         Every context-parallel rank passes the same whole sequences. Pipeline stages before the last one ignore them,
-        but must call this, too.
+        but must call this, too. A second call before `end_step` drops the first call's micro-batches and gradients.
         """
         drafting = self.drafting
         depth = drafting.settings.depth
         counts = [0.0] * depth
         for sequences in micro_batches:
-            for d, count in enumerate(sequences.trained(depth)):
+            for d, count in enumerate(sequences.count_trained(depth)):
                 counts[d] += count
         # Before `add`, which puts the denominators that follow from the counts into the fields.
         drafting.begin_step(counts)
@@ -169,9 +172,10 @@ class CoTrainer:
 
         Returns the same metrics on every rank, per depth: `drafter_loss_1`, `drafter_match_1` (drafts that are the
         policy's likeliest token), ...; `drafter_tokens_k3`, the predicted tokens per round with 3 drafts;
-        `drafter_grad_norm`; `drafter_skipped`, 1 if that was not finite, so nothing was updated.
+        `drafter_grad_norm`; `drafter_skipped`, 1 if that norm was not finite, so nothing was updated.
 
-        Raises RuntimeError if fewer forward passes came than micro-batches.
+        Raises RuntimeError if fewer forward passes came than micro-batches. With pipeline parallelism only ranks of the
+        last stage raise it: the others would wait in the broadcast below, so end the job.
         """
         missing = len(self.drafting.fields)
         if missing:
@@ -198,7 +202,8 @@ class CoTrainer:
         Afterwards every engine of `engines` has exactly these weights; others are left out. An engine whose drafter
         stays wrong decodes without drafts until a later push. Every engine gets the newest rule.
 
-        Returns `push/*` and `health/*` on rank 0, {} on the others. Raises HealthError if no engine is left.
+        Returns `push/*`, `health/*` and `predict/*` on rank 0, {} on the others. On rank 0 it raises HealthError if no
+        engine is left, and PushError as `Pusher.push`. Then the other ranks raise PushError.
         """
         metrics: dict[str, float] = {}
         # All ranks gather the tensors; rank 0 alone gets a source, and sends.
@@ -208,14 +213,17 @@ class CoTrainer:
         return metrics
 
     def after_rollout(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Learn from the rounds of the rollout that gave `samples`, before the next push. Rank 0 does it.
+        """Learn from the rounds of the rollout that gave `samples`. Rank 0 does it.
+
+        Call it once a rollout, before the next `push`: engines forget the rounds, and `push` replaces the prediction
+        that this rollout is compared with.
 
         Returns `rollout/accept_length`, `spec/*` and `predict/*` on rank 0 (docs/metrics.md), {} on the others.
         """
         if dist.get_rank():
             return {}
         delivered = accept_length(pooled(sample.accepted for sample in samples))
-        rounds, reports = self.rule.gather(partial(answers, self.engines))
+        rounds, reports = self.rule.gather(partial(ask_logged, self.engines))
         metrics = self.rule.observe(rounds, reports, delivered)
         return {"rollout/accept_length": delivered, **metrics}
 
@@ -236,16 +244,20 @@ class CoTrainer:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write the drafter, its moments and the rule to `directory`, whole or not at all, after a push. Collective.
+        """Write the drafter, its moments and the rule to `directory`. Collective.
 
-        Raises SaveError on every rank if one cannot write.
+        The drafter's files appear whole or not at all; rank 0 then adds `RULE`. Raises SaveError on every rank if one
+        cannot write the drafter, and OSError on rank 0 if it cannot write `RULE`.
         """
         checkpoint.save(directory, self.drafting.learners, self._layout(), generators=False)
         if dist.get_rank() == 0:
             files.write(directory / RULE, json.dumps(self.rule.learning.state()))
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`, with as many ranks in the same layout. Collective. Raises CheckpointError."""
+        """Continue from `save`, with as many ranks in the same layout. Collective.
+
+        Raises CheckpointError on every rank, and OSError on rank 0 if `RULE` is missing.
+        """
         checkpoint.load(directory, self.drafting.learners, self._layout(), generators=False)
         if dist.get_rank() == 0:
             not_restored = self.rule.learning.restore(json.loads((directory / RULE).read_text()))
@@ -264,7 +276,7 @@ class CoTrainer:
 
 def _check_settings(settings: DrafterConfig) -> None:
     """Raise ConfigError for an option that would have no effect."""
-    for name in OF_RLSPEC_TRAIN:
+    for name in _ONLY_IN_RLSPEC_TRAIN:
         value = getattr(settings, name)
         if value != DrafterConfig.model_fields[name].default:
             raise ConfigError(f"drafter.{name}={value} acts in `rlspec train` only; leave it out")

@@ -1,11 +1,14 @@
-"""The drafter of a policy that somebody else trains: Megatron's `GPTModel`, its DDP, its optimizer, its schedule.
+"""Train a drafter beside a policy that another trainer trains: with its own `GPTModel`, DDP, optimizer and schedule.
 
-No graph connects drafter and policy. So the drafter's forward and backward run at the end of the policy's forward, on
-the detached hidden states of the same micro-batch:
+`DrafterTraining` is the base class, also of slime's (`integrations/slime/drafter.py`); `DrafterBeside` adds a drafter
+with weights of its own, for `CoTrainer` and for EAGLE-3 inside slime.
+
+No autograd graph connects drafter and policy. So the drafter's forward and backward run at the end of the policy's
+forward, on the detached hidden states of the same micro-batch:
 
     begin_step(counts)         zero the drafter's gradients
     add(sequences)             what it learns from in the next forward pass
-    on_hidden(hidden, fields)  within that pass: loss and gradients
+    on_hidden(hidden, fields)  within that pass: loss and gradients; called by `_postprocess`
     end_step()                 sum gradients over ranks, clip, update
 
 It has gradient buffers and an AdamW of its own (`train.optimizer.Learner`), so it does not change a bit of the policy.
@@ -55,19 +58,20 @@ from megatron_rlspec.train.optimizer import Learner
 class DrafterTraining:
     """The drafter of one rank of the last pipeline stage. Subclasses have the drafter's own layers.
 
-    Construction comes before the model is wrapped into DDP. `thaw` follows once the policy's weights are loaded.
-    Construction replaces the model's `_postprocess`, which trains the drafter from then on.
+    Construction comes before the model is wrapped into DDP, and replaces the model's `_postprocess`. `make_ready`
+    follows, after the policy's weights are loaded if the drafter's are among them. From then on forward passes train
+    the drafter.
 
     Shapes: t positions of this context-parallel rank, tp tensor-parallel ranks, H the policy's hidden size.
 
     settings      section [drafter]
-    ready         whether `thaw` was called; before, forward passes leave the drafter alone
+    ready         whether `make_ready` was called; before, forward passes leave the drafter alone
     denominators  `[depth]`: Σ weight of the predictions that the step trains at each depth, over all ranks
     fields        what the drafter learns from in the next forward passes, in their order; each pass takes the first
     predicted     acceptance predicted by the last step, over the samples of all ranks; None before the first step, and
                   if the step's loss or gradient was not finite
     embedding     the embedding that the drafter reads, `[V / tp, H]`; None: the model's, which is on this stage
-    block         the module that is trained, after `thaw`
+    block         the module that is trained, after `make_ready`
     learner       its gradient buffers and optimizer; None for a drafter that is not trained
     """
 
@@ -101,8 +105,11 @@ class DrafterTraining:
         self._temperature = temperature or 1.0  # greedy rollouts train at temperature 1
         model._postprocess = partial(self._postprocess, model._postprocess)
 
-    def thaw(self) -> None:
-        """Build the drafter, and its gradient buffers and optimizer if it is trained."""
+    def make_ready(self) -> None:
+        """Build the drafter, and its gradient buffers and optimizer if it is trained.
+
+        All ranks of the stage call it, once.
+        """
         self.block = self.build()
         optimizer = OptimizerConfig(clip_grad=self._clip_grad)
         # DDP and the optimizer take the parameters that have `requires_grad` when they are built.
@@ -159,7 +166,10 @@ class DrafterTraining:
         self.drafter_step.begin()
 
     def add(self, sequences: Sequences) -> None:
-        """Take the sequences of the step's next forward pass. Call it in the order of the passes."""
+        """Take the sequences of the step's next forward pass. Call it in the order of the passes.
+
+        After `begin_step`, which clears `fields` and sets the denominators that the new fields hold.
+        """
         fields = drafter_fields(
             sequences,
             self.settings.depth,
@@ -289,21 +299,21 @@ class DrafterBeside(DrafterTraining):
         self.hf_config = hf_config
         self.table = shards.family(hf_config)
         self.vocabulary: Tensor | None = None
-        self._begins_with = tensors
+        self._initial_tensors = tensors
         self._layer_inputs: Taps | None = None
         if DRAFTER in hf_config:
             self.vocabulary = words(tensors, hf_config)
             self._layer_inputs = Taps(model, taps_of(hf_config))
         super().__init__(model, settings, objective, temperature=temperature, clip_grad=clip_grad)
 
-    def thaw(self) -> None:
+    def make_ready(self) -> None:
         if not self.model.post_process:
             # a module without parameters, for `CoTrainer._export`
             self.block = nn.Module()  # type: ignore[assignment]
             self.ready = True
             return
-        super().thaw()
-        self.load(self._begins_with)
+        super().make_ready()
+        self.load(self._initial_tensors)
         self.drafter_step.words = self.vocabulary
 
     def layout(self) -> dict[str, Any]:
@@ -333,7 +343,10 @@ class DrafterBeside(DrafterTraining):
         return block.to(next(self.model.parameters()).device)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the drafter's weights from full tensors under Hugging Face names. Raises CheckpointError."""
+        """Load the drafter's weights from full tensors under Hugging Face names. Raises CheckpointError.
+
+        On the last pipeline stage only, after the drafter is built; `make_ready` calls it.
+        """
         shards.load(self.table, [self.block], self.model.config, tensors)
         if self.learner is not None:  # its float32 copies of the parameters
             self.learner.optimizer.reload_model_params()
@@ -341,17 +354,20 @@ class DrafterBeside(DrafterTraining):
     def on_hidden(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any] | None = None
     ) -> None:
-        """As `DrafterTraining.on_hidden`; `hidden` may also be `[s, b, H]`, b rows with padding."""
-        rows, batch, width = hidden.shape
+        """As `DrafterTraining.on_hidden`; `hidden` may also be `[s, b, H]`, b sequences padded to length s.
+
+        Raises ConfigError if its positions are not those of the micro-batch that `begin_step` got.
+        """
+        length, batch, width = hidden.shape
         if batch > 1:
             if self._layer_inputs is not None or self.model.config.sequence_parallel:
                 raise ConfigError(
                     f"hidden states of {batch} padded rows: an EAGLE-3 drafter and sequence parallelism expect one "
                     "packed row"
                 )
-            # to one row after the other, as `Sequences.starts` counts positions
-            hidden = hidden.transpose(0, 1).reshape(rows * batch, 1, width)
-        positions = rows * batch
+            # one sequence after the other, as `Sequences.starts` counts positions
+            hidden = hidden.transpose(0, 1).reshape(length * batch, 1, width)
+        positions = length * batch
         if self.model.config.sequence_parallel:  # each rank has 1 / tp of them
             positions *= ps.get_tensor_model_parallel_world_size()
         expected = len(fields.position_ids)

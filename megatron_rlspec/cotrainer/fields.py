@@ -1,6 +1,7 @@
 """What a drafter reads and predicts in a micro-batch, made from whole sequences and then cut for context parallelism.
 
-Every rank has tokens and masks of whole sequences, so nothing is exchanged.
+Every rank has tokens and masks of whole sequences, so ranks exchange nothing. `CoTrainer` and slime use this module;
+our own loop has the same columns in a `PackedBatch` (`train/step.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from megatron_rlspec.train.drafter_step import DrafterTargets
 
 @dataclass(frozen=True)
 class Sequences:
-    """The whole sequences of one micro-batch, in the order in which it holds them.
+    """The whole sequences of one micro-batch, in the order in which it holds them; at least one.
 
     tokens   `[L]` int64 of each sequence, all on the model's device
     masks    `[L]` of each sequence: 1 where the token itself is trained, else 0
     starts   `[n + 1]` int: where sequences begin in the micro-batch, before a split for context parallelism, and the
              end of the last one. A sequence ends with its padding. n is the number of sequences, or one more: the
-             micro-batch then ends with padding that belongs to no sequence
-    seeds    int, of each sequence's noise, where engines couple drafts to it; empty: not known
+             micro-batch then ends with padding that belongs to no sequence. With context parallelism every padded
+             length must be a multiple of twice its size
+    seeds    of each sequence's noise (`Request.seed`), where engines couple drafts to it; empty: not known
     """
 
     tokens: Sequence[Tensor]
@@ -35,8 +37,8 @@ class Sequences:
     starts: Tensor
     seeds: Sequence[int] = ()
 
-    def trained(self, depth: int) -> list[float]:
-        """Count the predictions that each depth trains, over the whole sequences: `[depth]`."""
+    def count_trained(self, depth: int) -> list[float]:
+        """Count the predictions that each depth trains, over the whole sequences: `[depth]`. Reads `masks` only."""
         sums = [0.0] * depth
         for mask in self.masks:
             # only the masks of the result are read, so any tokens will do
@@ -69,7 +71,9 @@ def drafter_fields(
 ) -> DrafterFields:
     """Build this context-parallel rank's fields of a micro-batch. Every rank has the same `sequences`.
 
-    counts  of the step, as `DrafterTargets.counts`
+    counts  of the step, as `DrafterTargets.counts`; (): not known, then acceptance is predicted as in a small step
+
+    Raises ValueError for padded lengths that context parallelism cannot split.
     """
     device = sequences.tokens[0].device
     boundaries = sequences.starts.cpu()

@@ -1,4 +1,8 @@
-"""The rule by which engines choose drafts: learnt from the rounds of all engines, and told to each of them."""
+"""Tell a run's engines how to draft, gather their rounds, and learn from them.
+
+Engines choose drafts by `speculation/rule.py`; the estimates are in `speculation/learning.py`. `CoTrainer`, our own
+loop (`run/engines.py`) and slime (`integrations/slime/speculation.py`) each use a `DraftRule`.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ from megatron_rlspec.types import RoundStats, Scope, SpecConfig
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-# Asks every engine and returns the answers by name, without those of engines that failed.
-Everywhere = Callable[[Callable[[RolloutEngine], Any]], dict[str, Any]]
+# Calls the function for every engine, and returns the answers by the engine's name, without engines that failed.
+AskEngines = Callable[[Callable[[RolloutEngine], Any]], dict[str, Any]]
 Rounds = list[tuple[str, list[RoundStats]]]  # (engine's name, its rounds)
 Reports = list[dict[str, Any]]  # `SpecRule.report` of each engine
 
-ROLLOUTS = 10  # earlier rollouts that a rollout's accepted drafts are compared with
-# rounds of a rollout, counted for each request; with fewer, its accepted drafts are not compared
+COMPARED_ROLLOUTS = 10  # earlier rollouts that a rollout's accepted drafts are compared with
+# A rollout with fewer is not compared, and `fell` is then False. A drafting round of 8 requests counts as 8.
 LEAST_ROUNDS = 100
 
 
-def answers(
+def ask_logged(
     engines: Mapping[str, RolloutEngine], call: Callable[[RolloutEngine], Answer]
 ) -> dict[str, Answer]:
-    """Ask all engines at once. An engine that does not answer is logged and left out."""
+    """Call all engines at once, and return the answers by name. An engine that fails is logged and left out."""
     answered, errors = ask_all(engines, call)
     for error in errors.values():
         logger.warning("rlspec: this engine is left out until it answers: %s", error)
@@ -42,16 +46,16 @@ class DraftRule:
 
     learning  follows acceptance and costs
     fixed     the configuration of engines that do not choose; None: they choose by the rule of `learning`
-    fell      whether the newest rollout accepted first drafts at most half as often as those before; the next push
-              then runs a canary even if none is due
+    fell      whether the newest rollout accepted first drafts at most half as often as the median of those before; the
+              next push then runs a canary even if none is due
     """
 
     def __init__(self, learning: Learning, fixed: SpecConfig | None = None) -> None:
         self.learning = learning
         self.fixed = fixed
         self.fell = False
-        # share of first drafts that were accepted, of each rollout
-        self._accepted: deque[float] = deque(maxlen=ROLLOUTS)
+        # share of first drafts that were accepted, in each of the latest rollouts that were compared
+        self._accepted: deque[float] = deque(maxlen=COMPARED_ROLLOUTS)
 
     def set(self, engine: RolloutEngine) -> None:
         """Set the present rule, or the fixed configuration, on an engine. Raises EngineError."""
@@ -60,25 +64,30 @@ class DraftRule:
         else:
             engine.set_config(self.fixed, self.learning.sharpness)
 
-    def gather(self, everywhere: Everywhere) -> tuple[Rounds, Reports]:
+    def gather(self, ask_engines: AskEngines) -> tuple[Rounds, Reports]:
         """Return each engine's rounds since the last call, and the reports of their rules. Engines forget both."""
-        answered = everywhere(lambda engine: (engine.stats(), engine.spec_rule_report()))
+        answered = ask_engines(lambda engine: (engine.stats(), engine.spec_rule_report()))
         rounds = [(name, stats) for name, (stats, _) in answered.items()]
         return rounds, [report for _, report in answered.values()]
 
     def observe(self, rounds: Rounds, reports: Reports, delivered: float) -> dict[str, float]:
         """Learn from the rounds of a rollout, all engines together. Returns `spec/*` and `predict/*` metrics.
 
+        Call it once a rollout, before `learning.expect` takes the prediction of the next one.
+
         delivered  tokens that a verify round delivered to a sample, on average; NaN: not known
         """
-        of_all = [stats for _, of_engine in rounds for stats in of_engine]
-        self._compare(of_all)
-        return self.learning.observe(of_all, reports, delivered)
+        all_rounds = [stats for _, of_engine in rounds for stats in of_engine]
+        self._compare(all_rounds)
+        return self.learning.observe(all_rounds, reports, delivered)
 
     def push(
         self, health: Health, version: int, source: Source, scope: Scope = "all"
     ) -> HealthReport:
-        """Push to the engines of `health`. A canary's acceptance must reach a floor below what this rule expects."""
+        """Push to the engines of `health`.
+
+        A canary, if one runs, expects `learning.accept_length` under `canary_steps` drafts (None: unknown).
+        """
         chain = SpecConfig(health.settings.canary_steps)
         expected = self.learning.accept_length(chain)
         return health.push(version, source, scope, expected, suspicious=self.fell)
@@ -96,4 +105,5 @@ class DraftRule:
         share = 1 - float(counts[0]) / total  # of rounds with at least one accepted draft
         if self._accepted:
             self.fell = share <= 0.5 * median(self._accepted)
+        # Also after a fall, so that a lasting lower level stops counting as one.
         self._accepted.append(share)

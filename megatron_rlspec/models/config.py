@@ -1,9 +1,10 @@
 """Check a config.json, per model family: types, bounds, and the settings that are supported.
 
-Each class below has the keys of a family as fields, under their names in config.json. A key without a field must be
-empty (null, false, 0, "", [], {}), unless it is in `HARMLESS`: it could change what the model computes. So a setting
-whose only implemented value is an empty one has no field here. `check_config` is the entry; `SCHEMAS` lists the
-families. The config.json of an EAGLE-3 drafter is checked in `drafter_config.py`.
+Each class below has the keys of a family as fields, under their names in config.json. In a model that this package
+computes, a key without a field must be empty (null, false, 0, "", [], {}), because it could change what the model
+computes; keys in `HARMLESS` and those that begin with `_` may hold anything (`refuse_unknown_keys`). So a setting whose
+only implemented value is an empty one has no field here. `check_config` is the entry; `SCHEMAS` lists the families. The
+config.json of an EAGLE-3 drafter is checked in `drafter_config.py`.
 
 This module does not import torch, which takes seconds: a user's mistake is reported at once.
 """
@@ -45,8 +46,9 @@ HARMLESS = frozenset(
 
 
 # A key of our own in the config.json of a model or drafter: the sharpness of coupled drafts that training chose for it.
-# `run/result.py` and `conversion/run_checkpoint.py` write it, `sharpness_of` reads it, and it is a field of `Shared`.
-STATED = "rlspec_sharpness"
+# `run/result.py` and `conversion/run_checkpoint.py` write it, `sharpness_of` reads it, and `Shared` has a field of exactly
+# this name: without that field `check_config` would refuse it.
+SHARPNESS_KEY = "rlspec_sharpness"
 
 
 class CheckpointError(ConfigError):
@@ -160,7 +162,7 @@ class Trained(Shared):
 
     @property
     def rope(self) -> dict[str, Any]:
-        """Return all settings of the rotary embeddings, under Transformers' names before 5 and since."""
+        """Return `rope_scaling` (Transformers 4) joined with `rope_parameters` (since 5), whose values win."""
         return {**(self.rope_scaling or {}), **(self.rope_parameters or {})}
 
     @model_validator(mode="after")
@@ -344,13 +346,13 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
 
     Raises CheckpointError for a value that is no sharpness.
     """
-    stated = config.get(DRAFTER, config).get(STATED)
+    stated = config.get(DRAFTER, config).get(SHARPNESS_KEY)
     if stated is None:
         return SHARPNESS[0]
     try:
         return checked_sharpness(stated)
     except ValueError as error:
-        raise CheckpointError(f"config.json: {STATED}={error}") from None
+        raise CheckpointError(f"config.json: {SHARPNESS_KEY}={error}") from None
 
 
 def stated_ends(config: Mapping[str, Any]) -> set[int]:
@@ -377,7 +379,8 @@ def check_config(config: Mapping[str, Any], where: str, *, trained: bool = True)
     """Check a config.json and return it typed. Raises CheckpointError: one line with `where`, key, value, expectation.
 
     where    the directory or file, for messages
-    trained  also refuse what this package does not compute. False: SGLang alone runs the model
+    trained  also refuse what this package does not compute. False: SGLang alone runs the model, and only the keys of
+             `Shared` are checked. An architecture that is not in `SCHEMAS` is refused in both cases
 
     The part under `DRAFTER`, which only a config.json in memory has, is not checked here.
     """
@@ -427,7 +430,7 @@ def _one_line(
 ) -> str:
     """Format the first mistake that pydantic found in `config`. `prefix`: "rope_scaling.", before a key inside it."""
     first = error.errors(include_url=False)[0]
-    # from a validator of ours, whose message names key and value
+    # From a validator of ours, whose message names key and value. Its `loc` can be empty, so this comes before `loc[0]`.
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])

@@ -1,8 +1,9 @@
-"""Check a Hugging Face model directory. Every command that reads one does so before anything else starts.
+"""Check a Hugging Face model directory (`check_model`) before weights are loaded or engines start.
 
 The check reads config.json, the headers of the safetensors files and the small tokenizer files, and compares them: of
-tensors the names, the types and the embedding's shape. It does not read weights. It imports torch only at the end, for
-the table of tensor names.
+tensors the names, the types and the embedding's shape. It reads weights in one case only: if files of a tied model hold
+both head and embedding, their bits must be equal (`headers.py`). torch is imported for that and for the table of names.
+`rlspec compare`, `rlspec slime` and `CoTrainer` do not run it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def check_model(
 
     use                train, convert: refuse settings that this package does not compute. serve: refuse a directory
                        only if its files contradict one another
-    drafter            the model must have one
+    drafter            train: config.json must name a drafter. Every use: with `weights`, the tensors of the drafter
+                       that it names must be there
     weights            compare the names of all tensors, and the shape of the embedding, with config.json, and check
                        the number types
     tokenizer          the files of a tokenizer must be there
@@ -67,11 +69,11 @@ def check_model(
     spare              positions that an engine needs beyond `longest` (`Config.spare`)
     """
     directory = Path(path)
-    if wrong := no_checkpoint(directory):
+    if wrong := why_no_checkpoint(directory):
         raise CheckpointError(wrong)
     config = read_config(directory)
     if use == "serve" and _architecture(config) not in SCHEMAS:
-        return config  # SGLang knows more families than the package
+        return config  # SGLang knows more families than the package: nothing else of such a directory is checked
     typed = check_config(config, str(path), trained=use != "serve")
     if drafter and use == "train" and not typed.num_nextn_predict_layers:
         raise CheckpointError(
@@ -97,7 +99,7 @@ def check_model(
 def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     """Return the token ids that end a text, ascending: of config.json, generation_config.json and the tokenizer.
 
-    SGLang ends a text at the same ones. Raises CheckpointError.
+    () if none of them states one. SGLang ends a text at the same ones. Raises CheckpointError.
 
     tokenizer  Transformers' object; None: only the files count
     """
@@ -112,7 +114,7 @@ def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     return tuple(sorted(ends))
 
 
-def no_checkpoint(directory: Path) -> str:
+def why_no_checkpoint(directory: Path) -> str:
     """Return why a path cannot be a Hugging Face checkpoint, with what to do about it; "" if it can be one."""
     if (directory / "hf/config.json").exists() and not (directory / SINGLE).exists():
         return f"{directory}: a run directory; its model is {directory / 'hf'}"
@@ -162,7 +164,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _check_weights(
     directory: Path, config: Mapping[str, Any], typed: Shared, use: Use, *, drafter: bool
 ) -> None:
-    """Compare the tensors in the files with config.json, by their headers. Raises CheckpointError."""
+    """Compare the tensors in the files with config.json, by their headers. Raises CheckpointError.
+
+    The names are compared before the embedding's shape: only then the embedding is known to be there.
+    """
     headers = read_headers(directory, tied=typed.tie_word_embeddings)
     for name, header in headers.items():
         # SGLang reads files by the names in them: neither experts in one tensor, nor a tied model's head alone.
@@ -202,7 +207,7 @@ def _check_names(
     missing = [name for name in family.target_names if name not in headers]
     if missing:
         raise CheckpointError(
-            f"{directory}: lacks {_some(missing)}, which {family.name} needs by config.json"
+            f"{directory}: lacks {_first_and_count(missing)}, which {family.name} needs by config.json"
         )
     missing = [name for name in family.drafter_names if name not in headers]
     if drafter and missing:
@@ -213,7 +218,7 @@ def _check_names(
     unknown = [name for name in headers if name not in family.by_hf and not _IGNORED.search(name)]
     if unknown:
         raise CheckpointError(
-            f"{directory}: {_some(unknown)}: not part of {family.name} by config.json"
+            f"{directory}: {_first_and_count(unknown)}: not part of {family.name} by config.json"
         )
 
 
@@ -233,7 +238,7 @@ def _check_tokenizer(directory: Path, trusted: bool) -> None:
     raise CheckpointError(f"{directory}: no tokenizer; expected one of {known}")
 
 
-def _some(names: list[str]) -> str:
+def _first_and_count(names: list[str]) -> str:
     """Return the first name, and how many more there are."""
     more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
     return f"{names[0]}{more}"

@@ -1,4 +1,8 @@
-"""The config.json of an EAGLE-3 drafter. This module does not import torch."""
+"""The config.json of an EAGLE-3 drafter: its keys, what follows from them, and its check without the target's.
+
+`check_drafter_config` is the entry; `conversion/eagle3.py` compares drafter and target. No import of torch, as in
+`config.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from megatron_rlspec.models.config import (
 )
 
 
-class Settings(BaseModel):
+class EagleConfig(BaseModel):
     """`eagle_config` in the config.json of an EAGLE-3 drafter. Any other key in it is refused.
 
     eagle_aux_hidden_state_layer_ids  layers of the target whose outputs the drafter reads, from 0; -1: its embedding
@@ -47,7 +51,7 @@ class Eagle3(Llama):
     )  # type: ignore[assignment]
     target_hidden_size: Size | None = None
     num_aux_hidden_states: Size | None = None
-    eagle_config: Settings | None = Field(
+    eagle_config: EagleConfig | None = Field(
         None, description="its other settings are not implemented"
     )
     fc_norm: bool | None = None  # norm the hidden states of each layer that it reads
@@ -56,9 +60,9 @@ class Eagle3(Llama):
     norm_output: bool | None = None  # the next draft reads the state after the final norm
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> EagleConfig:
         """Return `eagle_config`, with defaults where it is not there."""
-        return self.eagle_config or Settings()
+        return self.eagle_config or EagleConfig()
 
     @property
     def norms_each(self) -> bool:
@@ -72,8 +76,9 @@ class Eagle3(Llama):
         return bool(self.norm_before_fc if stated is None else stated)
 
     @property
-    def tapped(self) -> int:
-        """Return how many layers of the target it reads. SGLang's default is three."""
+    def layers_read(self) -> int:
+        """Return how many layers of the target it reads: as many as `taps` has, without the target's config.json."""
+        # three by SGLang's default, as in `taps`, which refuses an empty list
         return len(self.settings.eagle_aux_hidden_state_layer_ids or (0, 0, 0))
 
     def taps(self, layers: int) -> tuple[int, ...]:

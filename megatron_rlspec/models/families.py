@@ -86,6 +86,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     count = need(config, "n_routed_experts")
     shared = bool(config.get("n_shared_experts"))
 
+    # n: the layer's number in the checkpoint, where MTP layers follow the target's
     def block(megatron: str, hf: str, n: int) -> Iterator[Row]:
         yield from norms(megatron, hf)
         if latent:
@@ -105,6 +106,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
     for n in range(g.mtp_layers):  # the checkpoint numbers them behind the target's layers
         hf = f"model.layers.{g.layers + n}."
+        # in the order of `mtp_layer`, as in `dense`
         names = [f"{hf}{x}" for x in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
         yield from mtp_layer(
             n, names, block(f"mtp.layers.{n}.transformer_layer.", hf, g.layers + n)
@@ -133,6 +135,7 @@ def qwen3_moe(config: Mapping[str, Any]) -> Iterator[Row]:
             f"{g.mtp_layers} MTP layers, but this family's names (mtp.fc, ...) have room for one"
         )
     if g.mtp_layers:
+        # in the order of `mtp_layer`, as in `dense`
         names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
         yield from mtp_layer(0, names, block("mtp.layers.0.transformer_layer.", "mtp.layers.0."))
 
@@ -151,7 +154,7 @@ def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
     typed = check_drafter_config(config, "the drafter")
     if typed.norms_joined:
         yield Row(f"{to}input_norm.weight", ("input_norm.weight",))
-    for tap in range(typed.tapped if typed.norms_each else 0):
+    for tap in range(typed.layers_read if typed.norms_each else 0):
         yield Row(f"{to}fc_norm.{tap}.weight", (f"fc_norm.{tap}.weight",))
     yield Row(f"{to}fc.weight", ("fc.weight",))
     yield Row(f"{to}enorm.weight", ("midlayer.input_layernorm.weight",))
@@ -338,7 +341,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def record_of(config: Mapping[str, Any]) -> Family:
-    """Return the record of a config.json's family. Raises ValueError for an unknown architecture."""
+    """Return the record of a config.json's family. Raises ValueError for an unknown architecture.
+
+    An EAGLE-3 drafter's config.json has a record, too, though `SCHEMAS` does not list it.
+    """
     architecture = (config.get("architectures") or ["missing"])[0]
     if architecture not in FAMILIES:
         raise ValueError(refusal(architecture, "converted", SCHEMAS))

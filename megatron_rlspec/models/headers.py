@@ -1,7 +1,7 @@
 """Read a model directory without its weights: JSON objects, and name, shape and type of every tensor.
 
-`directory.py` checks a model by them, and `hf_files.py` reads the weights that they point to. torch is imported only to
-compare a tied head with the embedding.
+`directory.py` checks a model by them, and `hf_files.py` reads the weights that they point to. Weights are read, and
+torch is imported, in one case only: to compare a tied head with the embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_rlspec.texts import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# the number types that are read, by safetensors' names
+# the number types that are read, safetensors' name -> torch's; `push/bucket.py` has the inverse for pushes
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -64,7 +64,8 @@ def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     tied  head and embedding are one tensor, and the result has it under the embedding's name only. Files may hold it
           under either name, or under both with equal bits
 
-    Experts that a file stores in one tensor have an entry each, under the names of single experts.
+    Experts that a file stores in one tensor have an entry each, under the names of single experts. Then `Header.name`
+    and the key differ. Read a tensor by `Header.name` and `Header.part`, as `hf_files.LazyTensors` does.
     """
     headers: dict[str, Header] = {}
     for name, header in _stored_headers(directory).items():
@@ -136,7 +137,8 @@ def _indexed_headers(directory: Path) -> dict[str, Header]:
         raise CheckpointError(f"{directory / INDEX}: no weight_map; expected the index of a model")
     headers: dict[str, Header] = {}
     for file in sorted(set(file_of.values())):
-        # The name alone: an index from elsewhere must not make this read a file outside of the directory.
+        # The name alone: an index from elsewhere must not make this read a file outside of the directory. Tensors that
+        # the index places in a folder are then lacking below.
         file_name = Path(file).name
         for name, header in headers_of(directory / file_name):
             if file_of.get(name) == file_name:  # a second file can hold the tensor, too

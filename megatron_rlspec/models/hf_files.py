@@ -49,7 +49,8 @@ _COMPANIONS = (
 class LazyTensors(ByName):
     """Map names to tensors in safetensors files. Every access reads the tensor from disk and checks it.
 
-    Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity. Not thread-safe.
+    Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity, and KeyError for an unknown name. Not
+    thread-safe.
 
     headers  of the tensors, by the names that they have here, as `read_headers` returns them
     """
@@ -111,8 +112,8 @@ def build_hf(
     """Write a checkpoint directory beside `path`, and return it. `publish` then gives it the name `path`.
 
     config          config.json, of which only the stated number type is replaced, by that of the tensors
-    tensors         by Hugging Face name, consumed once. At most one file's worth (`shard_bytes`, and the tensor that
-                    overflows it) is in memory
+    tensors         by Hugging Face name, each name once, consumed once. With `linked` there must be at least one. At
+                    most one file's worth (`shard_bytes`, and the tensor that overflows it) is in memory
     tokenizer_from  a checkpoint whose tokenizer and other small files are copied
     linked          further tensors, which stay in their own files: the directory gets symbolic links to these
 
@@ -179,7 +180,7 @@ def complete(
 ) -> None:
     """Name the files as Transformers expects, and add the index, config.json and the small files.
 
-    partial  the directory, with all files of tensors in it under any other names
+    partial  the directory, with all files of tensors in it, under other names than those that they get
     file_of  a tensor's name -> its file
     """
     # Sorted, so that equal inputs give equal directories. Only now is the number of files known, which is in each name.
@@ -227,7 +228,9 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
-    """Give a finished directory its name, once all of it is on the disk. Raises OSError.
+    """Give a finished directory its name, once all of it is on the disk.
+
+    Raises OSError, also without `replace` for a directory of that name that is not empty. One `.<name>.old` is removed.
 
     replace  remove an older directory of that name. It is renamed first, to `.<name>.old`: if this process dies between
              the two renames, no directory has the name, but both are on the disk

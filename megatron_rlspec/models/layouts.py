@@ -1,8 +1,8 @@
 """Fuse Hugging Face tensors into one Megatron tensor, and split it over tensor-parallel ranks; and the inverses.
 
 A `Layout` is a pair of inverse functions between full tensors. A `Cut` is a pair of inverse functions between the full
-Megatron tensor and its shards. Both only move elements and are exact. Results may be views of their arguments. The rows
-in `rows.py` and `families.py` name one of each for every tensor.
+Megatron tensor and its shards. Both only move elements and are exact. Results may be views of their arguments, so do
+not write into them. The rows in `rows.py` and `families.py` name one of each for every tensor.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Cut:
     """How tensor-parallel ranks split a full Megatron tensor.
 
     dim     the dimension that is split; None: every rank holds the whole tensor
-    blocks  number of equal blocks on dim 0. Each block is split by itself, and a rank holds its part of each
+    blocks  number of equal blocks on dim 0. Each block is split by itself, and a rank holds its part of each. The
+            layout must put as many equal parts one after the other: `GATE_UP` needs `COLUMN_GATE_UP`
     """
 
     dim: int | None

@@ -14,7 +14,7 @@ Makers = dict[str, Callable[[], Tensor]]
 
 
 class Lazy(ByName):
-    """Maps names to what their functions return."""
+    """Maps names to what their functions return, called anew on every access."""
 
     def __init__(self, makers: Makers) -> None:
         self.makers = self.names = makers
@@ -23,15 +23,15 @@ class Lazy(ByName):
         return self.makers[name]()
 
 
-def fused(table: NameTable, tensors: Mapping[str, Tensor]) -> Lazy:
+def to_megatron(table: NameTable, tensors: Mapping[str, Tensor]) -> Lazy:
     """Return full tensors by canonical Megatron name: those whose Hugging Face tensors are all in `tensors`."""
     makers: Makers = {}
     for name, row in table.rows.items():
         if all(hf in tensors for hf in row.hf):
-            makers[name] = partial(_fused, table, name, tensors)
+            makers[name] = partial(_to_megatron, table, name, tensors)
     return Lazy(makers)
 
 
-def _fused(table: NameTable, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+def _to_megatron(table: NameTable, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     row = table.rows[name]
     return row.layout.fuse([tensors[hf] for hf in row.hf])

@@ -47,7 +47,7 @@ _CANONICAL_BLOCK = r"\1.transformer_layer."
 def canonical(name: str) -> str:
     """Return any Megatron name as megatron-core 0.16's local specs have it, without the `module.` of wrappers.
 
-    An unknown name is returned as it is. `NameTable.fused` is the inverse for norms.
+    An unknown name is returned as it is. `NameTable.te_name` is the inverse for norms.
     """
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -61,7 +61,8 @@ def canonical(name: str) -> str:
 
 def later(pattern: re.Pattern[str], name: str, by: int) -> str:
     """Add `by` to the number that `pattern`, `LAYER` or `EXPERT`, finds in a name; return other names unchanged."""
-    return pattern.sub(lambda found: found[0].replace(found[1], str(int(found[1]) + by)), name)
+    # `replace` hits the number only, because the rest of what either pattern matches has no digits.
+    return pattern.sub(lambda match: match[0].replace(match[1], str(int(match[1]) + by)), name)
 
 
 def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "local") -> NameTable:
@@ -78,6 +79,7 @@ def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
     """Return the Hugging Face names of the tensors of a model's drafter: an EAGLE-3 drafter, or one MTP layer.
 
     One, because training uses the first MTP layer only (`train/shards.py`), whatever config.json says.
+    `NameTable.drafter_names` has those of all MTP layers that config.json states.
     """
     layers = 0 if DRAFTER in hf_config else 1
     return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
@@ -143,10 +145,10 @@ class NameTable:
         """Join all tensor-parallel ranks' parts, given in rank order, to the full Megatron tensor."""
         return self._cut(megatron_name).unshard(shards)
 
-    def fused(self, name: str) -> str:
-        """Return the canonical name of a norm as Transformer Engine has it: as part of the linear layer behind it.
+    def te_name(self, name: str) -> str:
+        """Return Transformer Engine's name of a norm by its canonical one: there it is a part of the layer behind it.
 
-        Other names, and norms of blocks without that layer, are returned unchanged.
+        Norms of blocks without that linear layer are returned unchanged, and all other names, those of experts too.
         """
         for norm, layer in FUSED:
             block, found, leaf = name.partition(norm)
@@ -165,7 +167,7 @@ class NameTable:
 
     @cached_property
     def drafter_names(self) -> tuple[str, ...]:
-        """Hugging Face names of the drafter's own tensors; () if the model has no drafter."""
+        """Hugging Face names of the drafter's own tensors; () if config.json names no drafter."""
         return tuple(
             hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf
         )

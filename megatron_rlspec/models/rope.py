@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Keys that are no settings of the scaling. `partial_rotary_factor` is the caller's, who rotates fewer channels.
-_NOT_OF_THE_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+# Keys beside those of the scaling. By `partial_rotary_factor` the caller rotates fewer channels (`dims`).
+_NOT_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rope:
         base = float(hf_config.get("rope_theta") or stated.get("rope_theta") or 10000.0)
         if kind(stated) == "default":
             return cls(base)
-        scaling = {key: value for key, value in stated.items() if key not in _NOT_OF_THE_SCALING}
+        scaling = {key: value for key, value in stated.items() if key not in _NOT_SCALING}
         return cls(base, kind(stated), tuple(sorted(scaling.items())))
 
     @property
@@ -58,7 +58,7 @@ class Rope:
         """Return the factor on cosine and sine. YaRN thereby makes attention sharper, as its contexts are longer."""
         if self.kind == "default":
             return 1.0
-        # The factor does not depend on the number of channels; 2 is the least.
+        # Any number of channels gives the same factor; 2 is the smallest that has a frequency.
         return self._scaled(2, "cpu")[1]
 
     def frequencies(self, dims: int, device: torch.device | str = "cpu") -> Tensor:

@@ -1,8 +1,8 @@
 """The rows that families share: the tensors of a layer's parts, by Megatron's names and Hugging Face's.
 
-`families.py` calls these functions once per layer. Their arguments `megatron` and `hf` are the prefixes of a layer's
-names, each with a dot at its end. A row's name must be the one of Megatron's local layer specs: `names.py` turns all
-other names into it, and finds rows by it.
+`families.py` calls `outer` once a model, and the others once a layer. Their arguments `megatron` and `hf` are the
+prefixes of a layer's names, each with a dot at its end. A row's name must be the one of Megatron's local layer specs:
+`names.py` turns all other names into it, and finds rows by it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from megatron_rlspec.models.layouts import (
 @dataclass(frozen=True)
 class Row:
     """One Megatron tensor and its Hugging Face tensors.
+
+    Every Megatron name and every name in `hf` must be in one row of a model only: `NameTable` keeps the last one.
 
     megatron    its canonical name (local layer specs)
     hf          the Hugging Face names of its parts, in the order that `layout` expects

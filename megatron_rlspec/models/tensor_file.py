@@ -47,7 +47,7 @@ def save(
     """Write one safetensors file, whole or not at all, with a checksum of every tensor. Raises OSError.
 
     tensors  by name, contiguous. They must not share storage
-    notes    further metadata of the file, returned as `TensorFile.notes`
+    notes    further metadata of the file, returned in `TensorFile.notes`; neither "format" nor `CHECKSUMS`
     """
     checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
     with files.replacing(path) as partial:
@@ -108,7 +108,7 @@ class TensorFile(ByName):
     notes  the file's metadata, `CHECKSUMS` among it
 
     Raises CheckpointError for a file that is missing, no file, damaged or not safetensors, and for a tensor whose
-    bits are not those that were written.
+    bits are not those that were written. Files without checksums are read unchecked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,7 +148,7 @@ class TensorFile(ByName):
         return tensor
 
     def close(self) -> None:
-        """Release the file's memory mapping. Tensors that were read stay valid."""
+        """Release the file's memory mapping. Tensors that were read stay valid; no other can be read."""
         self._file = None
 
 

@@ -11,7 +11,7 @@ from megatron_rlspec.config import DrafterConfig
 from megatron_rlspec.conversion.drafter_files import build_drafter
 from megatron_rlspec.files import read_json, tell
 from megatron_rlspec.host import ranks
-from megatron_rlspec.models.config import DRAFTER, STATED
+from megatron_rlspec.models.config import DRAFTER, SHARPNESS_KEY
 from megatron_rlspec.models.hf_files import build_hf, publish, write_json
 from megatron_rlspec.models.names import drafter_names
 from megatron_rlspec.push.push import Source, exporting
@@ -101,7 +101,7 @@ def build_result(
     Returns the directories by their final names, the policy's last.
     """
     hf_config = loaded.hf_config
-    stated = {} if sharpness is None else {STATED: sharpness}
+    stated = {} if sharpness is None else {SHARPNESS_KEY: sharpness}
     if DRAFTER not in hf_config:
         tensors = source("all")
         if not drafter.train:

@@ -73,7 +73,7 @@ def test_a_checkpoint_of_a_run_is_read_by_the_specs_of_its_ranks(tmp_path, spec)
             kind = "bias" if name.endswith("expert_bias") else "parameter"
             shard = table.shard(name, row.layout.fuse([tensors[hf] for hf in row.hf]), rank, 2)
             of = held["drafter" if table.is_drafter(name) else "policy"]
-            of[f"{kind}.{table.fused(name) if spec == 'te' else name}"] = shard.clone()
+            of[f"{kind}.{table.te_name(name) if spec == 'te' else name}"] = shard.clone()
         for which, found in held.items():
             tensor_file.save(found, step / f"{which}-tensor{rank}-pipeline0.safetensors")
     convert(plan(step, tmp_path / "out", hf=tmp_path / "hf"))

@@ -111,9 +111,9 @@ def own_and_slimes(loss, temperature, folder=None, train=True):
     )
     given = Options.from_args(args)
     slimes = SlimeEagle3(model, given, args) if folder else SlimeMTP(model, given, args, HF_CONFIG)
-    if not folder:  # of a critic, which is never thawed
+    if not folder:  # of a critic, which is never made ready
         assert slimes._postprocess(lambda states, **_: states, hidden) is hidden
-    slimes.thaw()
+    slimes.make_ready()
     order = [int(i) for i in dict.fromkeys(batches[0].sequence_ids.tolist()) if i >= 0]
     laid_out = [chosen[i] for i in order]
     tokens = [torch.as_tensor(s.tokens) for s in laid_out]

@@ -110,7 +110,7 @@ class Beside:
         self.learners = {} if learner is None else {"drafter": learner}
         self.read_from = None
 
-    def thaw(self):
+    def make_ready(self):
         pass
 
     def copy_weights(self):

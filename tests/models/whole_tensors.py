@@ -16,7 +16,7 @@ def spell(table: NameTable, name: str, mtp_block: str = BLOCK) -> str:
     name = re.sub(rf"^(mtp\.layers\.\d+)\.{BLOCK}\.", rf"\1.{mtp_block}.", name)
     if table.spec == "local":
         return name
-    return re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", table.fused(name))
+    return re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", table.te_name(name))
 
 
 def to_megatron(

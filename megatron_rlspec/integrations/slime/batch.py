@@ -37,7 +37,7 @@ def trained_tokens(
     masks = []
     for i in samples:
         masks.append(token_mask(rollout_data["total_lengths"][i], rollout_data["loss_masks"][i]))
-    return Sequences((), masks, torch.zeros(1)).trained(depth)
+    return Sequences((), masks, torch.zeros(1)).count_trained(depth)
 
 
 def token_mask(length: int, response_mask: torch.Tensor) -> torch.Tensor:

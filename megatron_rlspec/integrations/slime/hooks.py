@@ -105,7 +105,7 @@ def _thaw(loaded: Any, model: Sequence[Any], *_: Any, **__: Any) -> Any:
     if getattr(model[0], "role", "actor") != "actor":  # slime loads a critic by the same function
         return loaded
     if _drafter is not None:
-        _drafter.thaw()
+        _drafter.make_ready()
     args = get_args()
     directory = None  # with --finetune a run begins anew from a checkpoint's weights
     if not args.finetune:

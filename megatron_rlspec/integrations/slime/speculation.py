@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rlspec.cotrainer.speculation import DraftRule, Everywhere, answers
+from megatron_rlspec.cotrainer.speculation import AskEngines, DraftRule, ask_logged
 from megatron_rlspec.integrations.slime.engines import SlimeEngine
 from megatron_rlspec.push import contract
 from megatron_rlspec.push.canary import Canary, canary_metrics
@@ -93,7 +93,7 @@ class SlimeDraftRule(DraftRule):
             self._chain,
             self.learning.accept_length(self._chain),
         )
-        answers(engines, self.set)  # the canary leaves its chain behind; the rollout needs the rule
+        ask_logged(engines, self.set)  # the canary leaves its chain behind; the rollout needs the rule
         if all(result.error for result in results.values()):
             return {}
         failures = 0
@@ -128,9 +128,9 @@ class SlimeDraftRule(DraftRule):
         """Drop all rounds since the last rollout. An evaluation samples differently, so predictions are not for it."""
         self.gather(self._engines(urls))  # asking engines for their rounds also resets them
 
-    def _engines(self, urls: Collection[str]) -> Everywhere:
+    def _engines(self, urls: Collection[str]) -> AskEngines:
         """Return a function that asks the engines at `urls` at once, and leaves out those that do not answer."""
-        return partial(answers, {url: SlimeEngine(url) for url in urls})
+        return partial(ask_logged, {url: SlimeEngine(url) for url in urls})
 
     def _canary_version(self, engine: Any) -> int | None:
         """Return the version for which to run a canary; None if it ran already, or must not run."""
