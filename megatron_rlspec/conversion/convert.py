@@ -1,4 +1,4 @@
-"""Convert checkpoints between Hugging Face and Megatron, drafter included.
+"""Convert checkpoints between Hugging Face and Megatron, drafter included; a run's checkpoint to Hugging Face only.
 
 `plan` reads the source's headers and returns a `Conversion`, in which each canonical Megatron name stands for a full
 tensor that is read or made on access. A source of any kind, and a fresh drafter, have this form. `convert` then reads
@@ -72,7 +72,7 @@ class SavedEagle3:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion. Nothing is written yet, and only headers are read.
+    """A planned conversion. Nothing is written yet, and of the tensors to convert only headers are read.
 
     source       the checkpoint
     target       the new directory
@@ -136,14 +136,15 @@ def plan(
     small_files = source if kind == "hf" else checkpoint_directory(source)
     if hf:
         small_files = Path(hf)
-    described = check_model(small_files, "convert", weights=False, tokenizer=False)
-    source_table = name_table(described, spec)
+    source_config = check_model(small_files, "convert", weights=False, tokenizer=False)
+    source_table = name_table(source_config, spec)
     if add_mtp and source_table.drafter_names and _has_drafter(kind, source, source_table):
         raise ValueError(f"{source}: has a drafter already; --add-mtp would replace it")
-    config = config_with_drafter(described) if add_mtp else described
+    config = config_with_drafter(source_config) if add_mtp else source_config
     table = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if kind == "hf":
+        # now with the weights: above, `small_files` may be another directory or a Megatron checkpoint's
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
         tensors = to_megatron(source_table, read_hf(source)[1])
     else:
@@ -268,10 +269,11 @@ def convert(
     """Convert. Calls `advance(label)` after every group of `Conversion.groups`.
 
     link  only for a conversion from Hugging Face to Hugging Face, with `add_mtp` (`run/fresh.py`): the target has
-          symbolic links to the source's files, and only tensors that are not in them are written
+          symbolic links to the source's files, and only tensors that are not in them are written. The source must
+          then stay where it is
 
     Raises CheckpointError for a damaged source, OSError (for a full disk, for example), and FileError if another
-    process writes this target. The target then does not exist.
+    process writes this target. The target then does not exist; the directory of an EAGLE-3 drafter may.
     """
     lock = work.target.with_name(f".{work.target.name}.lock")
     with files.locked(lock):
@@ -368,7 +370,8 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
     table   names of the model with the drafter
     source  full tensors of the target by canonical name
 
-    Tensors of the drafter's decoder layer are the target's own, not copies: a writer must copy them.
+    Tensors of the drafter's decoder layer are the target's own, not copies: a writer must copy them. The target needs a
+    layer with the same tensors as the drafter's: not one whose layers are all dense, if the drafter has experts.
 
     The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
     The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are

@@ -28,7 +28,7 @@ from megatron_rlspec.speculation.vocabulary import DraftVocabulary
 # size of the draft vocabulary of a fresh drafter if the user states none; that of published drafters
 MOST_WORDS = 32_000
 # keys of config.json that a fresh drafter takes over from its target
-_SAME = (
+_FROM_TARGET = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size rms_norm_eps rope_theta "
     "rope_scaling rope_parameters max_position_embeddings initializer_range hidden_act torch_dtype dtype eos_token_id "
     "bos_token_id"
@@ -65,28 +65,28 @@ def weights_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     return ((name, tensors[name]) for name in tensors if name.removeprefix(PREFIX) not in MAPS)
 
 
-def read_with_drafter(policy: str | Path, place: str | Path) -> tuple[dict[str, Any], LazyTensors]:
+def read_with_drafter(policy: str | Path, source: str | Path) -> tuple[dict[str, Any], LazyTensors]:
     """Return a policy with the drafter of another directory, as `read_model` does.
 
-    place  the directory: of an EAGLE-3 drafter, or of a model of the policy's family, whose MTP layers take the place
-           of the policy's
+    source  the directory: of an EAGLE-3 drafter, or of a model of the policy's family, whose MTP layers take the place
+            of the policy's. The policy's config.json says how many there are; shapes are not compared
 
     Raises CheckpointError.
     """
     config, tensors = read_hf(policy)
-    other_config, other = read_hf(place)
+    other_config, other = read_hf(source)
     if other_config.get("architectures") == [EAGLE3]:
-        check_drafter(place, config, str(policy))
-        return read_model(policy, place)
+        check_drafter(source, config, str(policy))
+        return read_model(policy, source)
     names = name_table(config).drafter_names
     if not names:
         raise CheckpointError(
-            f"config.json of {policy}: no MTP layer in place of which {place} could stand; expected a policy with one, "
-            "or EAGLE-3 drafters"
+            f"config.json of {policy}: no MTP layer in place of which {source} could stand; expected a policy with one, or "
+            "EAGLE-3 drafters"
         )
     missing = [name for name in names if name not in other]
     if missing:
-        raise CheckpointError(f"{place}: lacks {missing[0]} of {policy}; expected a drafter")
+        raise CheckpointError(f"{source}: lacks {missing[0]} of {policy}; expected a drafter")
     return config, LazyTensors({**tensors.headers, **{name: other.headers[name] for name in names}})
 
 
@@ -165,7 +165,7 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
     """
     size = size or min(hf_config["vocab_size"], MOST_WORDS)
     layers = hf_config["num_hidden_layers"]
-    config = {key: hf_config[key] for key in _SAME.split() if hf_config.get(key) is not None}
+    config = {key: hf_config[key] for key in _FROM_TARGET.split() if hf_config.get(key) is not None}
     config |= {
         "architectures": [EAGLE3],
         "model_type": "llama",
@@ -173,8 +173,8 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
         "draft_vocab_size": size,
         "tie_word_embeddings": False,
     }
-    # The layers whose inputs are read. SGLang's default ascends only from 7 layers on; a smaller model gives the inputs
-    # of its last three layers, or of all if it has fewer.
+    # The layers whose inputs are read, as `Eagle3.taps` returns them. SGLang's default, also there, ascends only from 7
+    # layers on; a smaller model gives the inputs of its last three layers, or of all if it has fewer.
     inputs = (
         (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(max(0, layers - 3), layers))
     )
@@ -190,7 +190,10 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
 def _fresh(
     config: Mapping[str, Any], taps: int, head: Tensor, norm: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a fresh drafter, in the dtype of `head`. `head [S, H]` and `norm [H]` are the target's."""
+    """Yield the tensors of a fresh drafter, in the dtype of `head`. `head [S, H]` and `norm [H]` are the target's.
+
+    Random tensors are drawn in the order of `shapes`: another order gives another drafter.
+    """
     # A generator of its own: the same command gives the same drafter, and the global random state stays.
     generator = torch.Generator().manual_seed(0)
     std = config.get("initializer_range", 0.02)

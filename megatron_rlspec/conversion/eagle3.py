@@ -94,7 +94,8 @@ def own_name(name: str) -> str:
 def shapes(config: Eagle3, taps: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every float tensor of a drafter that reads `taps` layers of its target, by name.
 
-    The maps of the draft vocabulary, which are integers, are not among them.
+    The maps of the draft vocabulary, which are integers, are not among them. `eagle3` in `models/families.py` must name
+    the same tensors. The order decides which random numbers a fresh drafter gets (`drafter_files.py`).
     """
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_size
@@ -159,6 +160,8 @@ def _check_tensors(
 
 def _check_words(directory: Path, headers: Mapping[str, Header], config: Eagle3) -> None:
     """Check the map from the draft vocabulary to token ids, `d2t [S]`. Without it the drafter drafts from all tokens.
+
+    `t2d` is not checked: this package reads only d2t (`drafter_files.words`).
 
     Ids must ascend: then no token is there twice, and the first and the last one show whether all are in range.
     Raises CheckpointError.

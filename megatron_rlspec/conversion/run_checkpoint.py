@@ -33,7 +33,7 @@ _FILE = re.compile(
     r"((?:policy|drafter)(?:-experts)?-tensor(\d+)(?:-expert(\d+))?-pipeline(\d+))(?:-replica\d+)?\.safetensors"
 )
 # Prefixes of the model's own tensors in a file: parameters, and routers' biases. The rest is the optimizer's state.
-_HELD = ("parameter.", "bias.")
+_MODEL_PREFIXES = ("parameter.", "bias.")
 
 
 class Layout(NamedTuple):
@@ -164,7 +164,7 @@ def _shards(path: Path) -> list[Shard]:
         file = TensorFile(path_of_file)
         names = {}
         for file_name in file:
-            for prefix in _HELD:
+            for prefix in _MODEL_PREFIXES:
                 if file_name.startswith(prefix):
                     names[canonical(file_name.removeprefix(prefix))] = file_name
         tensor, expert, pipeline = (int(number or 0) for number in match.groups()[1:])
@@ -175,7 +175,8 @@ def _shards(path: Path) -> list[Shard]:
 def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
     """Yield the shards with layers and experts numbered over the whole model.
 
-    A pipeline stage's layers follow those of the stages before it, so all shards are needed to number one.
+    A pipeline stage's layers follow those of the stages before it, so all shards are needed to number one. With virtual
+    pipeline stages that would be wrong; runs have none.
     """
     layers: dict[int, set[str]] = {}  # pipeline stage -> numbers of its layers, from all its files
     for shard in shards:

@@ -141,7 +141,7 @@ class TorchDistReader(ByName):
         self._stored = {
             k: entry for k, entry in entries if isinstance(entry, TensorStorageMetadata)
         }
-        self._where = index.storage_data
+        self._storage = index.storage_data
         self._places: dict[str, Place] = {}
         for name in family.rows:
             if where := self._find(family, name):
@@ -190,7 +190,7 @@ class TorchDistReader(ByName):
     def _read(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
         # Without offsets: a tensor of one part, of which the index need not say where it begins.
-        info = self._where.get(MetadataIndex(key, chunk.offsets)) or self._where.get(
+        info = self._storage.get(MetadataIndex(key, chunk.offsets)) or self._storage.get(
             MetadataIndex(key)
         )
         if info is None:
@@ -244,8 +244,8 @@ def checkpoint_directory(path: Path) -> Path:
     return path
 
 
-def _load_part(data: bytes, where: str) -> Tensor:
-    """Load the tensor of one `torch.save`d part. Raises CheckpointError; `where` names file and tensor.
+def _load_part(data: bytes, label: str) -> Tensor:
+    """Load the tensor of one `torch.save`d part. Raises CheckpointError; `label` names file and tensor in messages.
 
     `torch.load` itself compares no CRCs, so those of the zip archive are compared first. `weights_only` runs no code.
     """
@@ -253,16 +253,16 @@ def _load_part(data: bytes, where: str) -> Tensor:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             broken = archive.testzip()
         if broken is not None:
-            raise CheckpointError(f"{where}: its checksum differs: the file is damaged")
+            raise CheckpointError(f"{label}: its checksum differs: the file is damaged")
         part = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # damaged bytes make zipfile and torch.load raise almost anything
         raise CheckpointError(
-            f"{where}: damaged, or something else than a tensor ({first_line(error)})"
+            f"{label}: damaged, or something else than a tensor ({first_line(error)})"
         ) from None
     if not isinstance(part, Tensor) or part.is_sparse or part.is_quantized:
-        raise CheckpointError(f"{where}: expected a tensor, found {type(part).__name__}")
+        raise CheckpointError(f"{label}: expected a tensor, found {type(part).__name__}")
     return part
 
 
@@ -286,17 +286,17 @@ class TorchDistWriter:
         self.directory = directory
         self.family = family
         self.stacked = uniform(family)
-        # Two halves of the index: metadata of each global tensor and each extra state, by key; and file and bytes of
-        # each part.
+        # Two halves of the index: metadata of each global tensor and each extra state, by key; and file, first byte and
+        # length of each part.
         self._parts: dict[str, Any] = {}
-        self._where: dict[MetadataIndex, _StorageInfo] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._files = 0
         directory.mkdir(parents=True)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write one group: canonical names and full tensors, consumed one by one. Raises OSError.
+        """Write one group: canonical names and full tensors, each name once in a checkpoint, consumed one by one.
 
-        Raises CheckpointError if two layers whose tensors form one global tensor differ in shape.
+        Raises OSError, and CheckpointError if two layers whose tensors form one global tensor differ in shape.
         """
         file = self.directory / f"__{self._files}_0.distcp"  # as PyTorch names them: rank, number
         self._files += 1
@@ -311,7 +311,7 @@ class TorchDistWriter:
                     sizes = ".".join(map(str, where.sizes or [1]))
                     key = f"{key}/shard_{offsets}_{sizes}"
                     self._parts[key] = BytesStorageMetadata()
-                    self._where[MetadataIndex(key)] = _append(stream, file.name, [None])
+                    self._storage[MetadataIndex(key)] = _append(stream, file.name, [None])
 
     def _write(self, stream: Any, file: str, where: Place, tensor: Tensor) -> None:
         """Write one tensor as a part of its global tensor, and note the part in the index."""
@@ -329,11 +329,11 @@ class TorchDistWriter:
                 f"{where.key}: layers differ in shape, {list(stored.size)} and {list(size)}"
             )
         stored.chunks.append(ChunkStorageMetadata(offset, whole.shape))
-        self._where[MetadataIndex(where.key, offset)] = _append(stream, file, whole)
+        self._storage[MetadataIndex(where.key, offset)] = _append(stream, file, whole)
 
     def finish(self) -> None:
-        """Write the index over all groups, and the small files that Megatron expects beside it."""
-        index = pickle.dumps(Metadata(self._parts, planner_data=None, storage_data=self._where))
+        """Write the index over all groups, and the small files that Megatron expects beside it. Call it last."""
+        index = pickle.dumps(Metadata(self._parts, planner_data=None, storage_data=self._storage))
         files.write(self.directory / _INDEX, index)
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
         versions = {

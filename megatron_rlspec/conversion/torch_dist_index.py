@@ -24,7 +24,7 @@ class _IndexUnpickler(pickle.Unpickler):
     """An unpickler that finds the classes of an index only, and raises CheckpointError for any other name.
 
     _MODULES  modules whose dataclasses may be loaded. `_DATACLASS` keeps their functions out: a class begins with a
-              capital letter
+              capital letter. It must match no dot: pickle would follow a dotted name to any attribute
     _OTHERS   further single names
     """
 

@@ -46,8 +46,8 @@ HARMLESS = frozenset(
 
 
 # A key of our own in the config.json of a model or drafter: the sharpness of coupled drafts that training chose for it.
-# `run/result.py` and `conversion/run_checkpoint.py` write it, `sharpness_of` reads it, and `Shared` has a field of exactly
-# this name: without that field `check_config` would refuse it.
+# `run/result.py` and `conversion/run_checkpoint.py` write it, and `sharpness_of` reads it. `Shared` has a field of this
+# name: without the field `check_config` would refuse the key.
 SHARPNESS_KEY = "rlspec_sharpness"
 
 
@@ -430,7 +430,7 @@ def _one_line(
 ) -> str:
     """Format the first mistake that pydantic found in `config`. `prefix`: "rope_scaling.", before a key inside it."""
     first = error.errors(include_url=False)[0]
-    # From a validator of ours, whose message names key and value. Its `loc` can be empty, so this comes before `loc[0]`.
+    # From a validator of ours, whose message names key and value. Its `loc` can be empty, so it comes before `loc[0]`.
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])

@@ -22,9 +22,15 @@ from torch import Tensor
 Named = tuple[str, Tensor]
 
 _ATTENTION = ".self_attn."  # in the Hugging Face names of all families (`models/families.py`)
-_ALIGNED = 8  # bytes of the widest number: the data begin at a multiple of it
+# Bytes of the widest number: the data begin at a multiple of it. The field for the header's length has as many.
+_ALIGNED = 8
 # safetensors' names of number types. Engines refuse tensors of other types (`DTYPES` of `bucket_checks.py`).
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 
 
 def bucket_bytes(memory: Memory | None = None) -> int:
@@ -114,9 +120,9 @@ class Memory:
         self._pieces: list[Tensor] = []  # at most two; the last one was used last
 
     def turn(self, needed: int) -> Tensor:
-        """Return the piece that was not used last, uint8 of at least `needed` bytes.
+        """Return the piece that was not used last, uint8 of at least `needed` bytes, with any content.
 
-        It is overwritten, so the last bucket but one must have arrived everywhere; `Update.send` waits for that.
+        The caller overwrites it, so the last bucket but one must have arrived everywhere; `Update.send` waits for that.
         """
         piece: Tensor | None = None
         if len(self._pieces) == 2:
@@ -139,7 +145,9 @@ class Memory:
 
 
 class Bucket:
-    """Tensors under the names of their Hugging Face checkpoint, those of the widest numbers first.
+    """Tensors under the names of their Hugging Face checkpoint, those of the widest numbers first; each name once.
+
+    With a `memory` it lasts until the next bucket but one is packed there (`Memory.turn`).
 
     memory  the tensors are copied into a piece of it, and `tensors` is empty afterwards. None: nothing is copied, and
             `tensors` holds them, for an engine in this process
@@ -154,16 +162,16 @@ class Bucket:
         self.shapes = [list(tensor.shape) for _, tensor in self.tensors]
         self.bytes = sum(tensor.nbytes for _, tensor in self.tensors)
         self._piece: Tensor | None = None  # uint8; it may be longer than the bucket
-        self._begin = 0  # bytes of the header
+        self._header_bytes = 0  # 0 also for memory without headers
         self._copied: Any = None  # the CUDA event after the last copy; None: copied already
         if memory is not None:
             self._pack(memory)
 
     def _pack(self, memory: Memory) -> None:
         """Copy the tensors into a piece of `memory`. Returns before a copy from a GPU has ended."""
-        header = self._header() if memory.headed else b""
-        self._begin = len(header)
-        self._piece = memory.turn(self._begin + self.bytes)
+        header = self._header() if memory.headed else b""  # before `tensors` is emptied below
+        self._header_bytes = len(header)
+        self._piece = memory.turn(self._header_bytes + self.bytes)
         if header:
             self._piece[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         tensors = [tensor.detach() for _, tensor in self.tensors]
@@ -186,11 +194,11 @@ class Bucket:
 
     def file(self) -> Tensor:
         """Return the whole safetensors file, uint8. Only for a bucket in `headed` memory."""
-        return self._packed()[: self._begin + self.bytes]
+        return self._packed()[: self._header_bytes + self.bytes]
 
     def data(self) -> Tensor:
         """Return the tensors' bytes, one after the other, uint8, without the header."""
-        return self._packed()[self._begin : self._begin + self.bytes]
+        return self._packed()[self._header_bytes : self._header_bytes + self.bytes]
 
     def _packed(self) -> Tensor:
         """Return the piece of memory, once the copies into it have ended."""
@@ -206,7 +214,7 @@ class Bucket:
         for name, tensor in self.tensors:
             place = [offset, offset + tensor.nbytes]
             # An unknown type is named all the same, so that the engine's refusal names it.
-            kind = _NAMES.get(tensor.dtype, str(tensor.dtype))
+            kind = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
             entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
             offset += tensor.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()

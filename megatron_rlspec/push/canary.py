@@ -64,7 +64,9 @@ class Canary:
         self._runs = 0
         self.seconds = 0.0
         self._began = time.perf_counter()  # when the first one began
-        self._accept_lengths: dict[str, float] = {}  # of the last good canary, by the engine's name
+        self._last_good: dict[
+            str, float
+        ] = {}  # accept length of the last good canary, by the engine's name
 
     def due(self) -> bool:
         """Return whether the next canary may run: by `canary_first`, or by `canary_share` of `HealthSettings`."""
@@ -92,6 +94,7 @@ class Canary:
 
         With a `chain`, the engines still run it afterwards, and none of them is held. The caller must then set their
         rule, or hold them, again. An engine that fails has an `error` in its result; nothing is raised for it.
+        `prompts` must not be empty: with a `chain`, a canary without a verified round fails.
         """
         if not engines:
             return {}
@@ -119,11 +122,11 @@ class Canary:
     def remember(self, name: str, result: CanaryResult) -> None:
         """Keep this result as the engine's last good one. Call it for a result without findings only."""
         if not math.isnan(result.accept_length):
-            self._accept_lengths[name] = result.accept_length
+            self._last_good[name] = result.accept_length
 
     def forget(self, name: str) -> None:
         """Drop the engine's last good canary, because another engine has its name now."""
-        self._accept_lengths.pop(name, None)
+        self._last_good.pop(name, None)
 
     def _judge(
         self,
@@ -143,7 +146,7 @@ class Canary:
         length = chain.num_steps + 1
         counts = pooled([[0] * length, *(sample.accepted for sample in samples)])
         accepted = tuple(counts[:length].tolist())
-        last_good = self._accept_lengths.get(name)
+        last_good = self._last_good.get(name)
         if expected is None:
             expected = last_good
         elif last_good is not None:
@@ -164,7 +167,8 @@ def _generate(
     requests = []
     for i, prompt in enumerate(prompts):
         # Fixed widths, because no id may be the prefix of another: SGLang aborts all requests whose id begins with the
-        # given one. The seed differs between all canaries, so that they do not repeat the same texts.
+        # given one. Seeds differ between versions, so that later pushes do not repeat the same texts. The second canary
+        # of a push has the ids and seeds of the first, which has ended.
         request_id = f"canary-{version:08d}-{i:04d}"
         requests.append(Request(request_id, prompt, seed=version * len(prompts) + i))
     if chain is not None:

@@ -35,7 +35,7 @@ class HealthError(RuntimeError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a push, as `judged` returns it.
+    """The outcome of a push, as `judge` returns it.
 
     actions  by the engine's name, for every engine that was pushed to
     records  one for each engine with a finding after either push, for the log (`event` "health") and for `summary`
@@ -55,7 +55,7 @@ class Verdict:
         }
 
 
-def judged(version: int, first: Findings, second: Findings) -> Verdict:
+def judge(version: int, first: Findings, second: Findings) -> Verdict:
     """Choose an action for every engine.
 
     first   findings after the push of `version`; the names of all engines, those without findings included

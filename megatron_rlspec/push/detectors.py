@@ -63,7 +63,7 @@ class HealthSettings:
 def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
     """Check that every response token carries a policy version in [oldest, newest], both included.
 
-    Returns the first problem. Call it before training on the samples.
+    Returns the first problem; None also without samples. Call it before training on the samples.
     """
     for sample in samples:
         # spans (version, first token, last token + 1) of the response, see `types.Sample`

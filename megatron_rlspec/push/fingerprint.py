@@ -33,7 +33,7 @@ _WORD = 8  # bytes
 # clears the upper half after a shift of int64, which fills it with copies of the sign bit
 _LOW = (1 << 32) - 1
 _MODULUS = 1 << 64
-# `row` is the array of `_mixed`. Each thread has its own, because several threads compute fingerprints at once.
+# `row` is the array of `_folded`. Each thread has its own, because several threads compute fingerprints at once.
 _THREAD = threading.local()
 
 
@@ -45,7 +45,7 @@ def fingerprint(tensor: Tensor, start: int = 0) -> int:
     The fingerprints of contiguous shards add up (modulo 2⁶⁴) to that of the full tensor. Raises ValueError unless the
     shard starts at a multiple of 8 bytes.
     """
-    return read([unread(tensor, start)])[0]
+    return from_raw_sums([raw_sum(tensor, start)])[0]
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
@@ -58,11 +58,11 @@ def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
 
     Tensors are taken from `parts` one by one, so a generator may make and drop them.
     """
-    return read([unread(tensor, start) for tensor, start in parts])
+    return from_raw_sums([raw_sum(tensor, start) for tensor, start in parts])
 
 
-def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
-    """Start to compute a fingerprint, without waiting for a GPU; `read` finishes it. Arguments as of `fingerprint`.
+def raw_sum(tensor: Tensor, start: int = 0) -> int | Tensor:
+    """Start to compute a fingerprint without waiting for a GPU; `from_raw_sums` ends it. Arguments as of `fingerprint`.
 
     Returns a sum that is not yet reduced modulo 2⁶⁴: an integer for a tensor on the CPU, int64 [] on the device for
     one on a GPU, and 0 for an empty tensor.
@@ -84,8 +84,8 @@ def unread(tensor: Tensor, start: int = 0) -> int | Tensor:
     return total
 
 
-def read(sums: Sequence[int | Tensor]) -> list[int]:
-    """Return the fingerprints, in [0, 2⁶⁴), of sums that `unread` returned. The host waits once for all on GPUs."""
+def from_raw_sums(sums: Sequence[int | Tensor]) -> list[int]:
+    """Return the fingerprints, in [0, 2⁶⁴), of sums that `raw_sum` returned. The host waits once for all on GPUs."""
     on_device = [value for value in sums if isinstance(value, Tensor)]
     # Sums of further devices travel to the first one: `tolist` of one stacked tensor is the only wait.
     together = [value.to(on_device[0].device) for value in on_device]
@@ -134,17 +134,17 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
             width = min(_ROW - column, len(words) - done)
             rows = 1
         part = words[done : done + rows * width].reshape(rows, width)
-        # `mixed` is a new array, or this thread's own, so changing it does not change the tensor.
-        mixed = _mixed(part)
-        mixed *= column_factors[column : column + width]
-        sums.append(mixed.sum(1) * row_factors[row : row + rows])
+        # `folded` is a new array, or this thread's own, so changing it does not change the tensor.
+        folded = _folded(part)
+        folded *= column_factors[column : column + width]
+        sums.append(folded.sum(1) * row_factors[row : row + rows])
         done += rows * width
     if data.is_cuda:
         return torch.cat(sums).sum()
     return int(np.concatenate(sums).sum())
 
 
-def _mixed(words: Any) -> Any:
+def _folded(words: Any) -> Any:
     """Return for words [n, m] the pair (hi, lo xor hi) of the module's formula as one word each.
 
     words  int64 on a GPU; uint64 of one row (n = 1) on a CPU
@@ -165,12 +165,14 @@ def _mixed(words: Any) -> Any:
 def _factors(device: torch.device) -> tuple[Any, Any]:
     """Return the factors a and b of the module's formula, [65,536] odd numbers each. a repeats after 32 GiB.
 
+    All calls share them: do not write into them.
+
     uint64 arrays for the CPU, int64 tensors of the same bits for a GPU.
     """
     index = np.arange(_ROW, dtype=np.uint64)
     odd = np.uint64(1)
     # The two index ranges do not overlap, so a and b are different numbers.
-    factors = _mix(index + odd) | odd, _mix(index + np.uint64(1 << 40)) | odd
+    factors = _splitmix(index + odd) | odd, _splitmix(index + np.uint64(1 << 40)) | odd
     if device.type == "cpu":
         return factors
     on_device = [
@@ -179,7 +181,7 @@ def _factors(device: torch.device) -> tuple[Any, Any]:
     return on_device[0], on_device[1]
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _splitmix(x: np.ndarray) -> np.ndarray:
     """Apply the finaliser of the random generator splitmix64 to uint64 numbers, modulo 2⁶⁴. It is a bijection."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,8 @@
-"""Health of engines: push, compare fingerprints, run the canary, act.
+"""Push, and check every engine: compare fingerprints, run the canary, repair or exclude engines.
 
 `push.py` sends the weights and compares fingerprints, `canary.py` sends prompts to the engines, `detectors.py` turns
-observations into findings, and `contract.py`, which has a picture of the whole, turns findings into actions.
+observations into findings, and `contract.py`, which has a picture of the whole, turns findings into actions. Our own
+loop (`run/engines.py`), `CoTrainer` and slime (`integrations/slime/engines.py`) have a `Health`. Rank 0 alone uses it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from megatron_rlspec.engine import RolloutEngine
 from megatron_rlspec.push.canary import Canary, CanaryResult, canary_metrics
-from megatron_rlspec.push.contract import HealthError, Verdict, hold, judged, release
+from megatron_rlspec.push.contract import HealthError, Verdict, hold, judge, release
 from megatron_rlspec.push.detectors import Finding, HealthSettings, fingerprint_finding
 from megatron_rlspec.push.push import Pusher, PushReport, Source
 from megatron_rlspec.types import Prompt, Sampling, Scope, SpecConfig
@@ -117,7 +118,7 @@ class Health:
             pushes.append(self.pusher.push(version, source, "all", only=doubted))
             second = self._compare(pushes[-1])
             self._ask(second, version, predicted, canaries)
-        verdict = judged(version, first, second)
+        verdict = judge(version, first, second)
         # Held a second time, because a canary releases the engine that it asks.
         for name in verdict.engines("plain"):
             self._hold(name, second[name])
@@ -131,7 +132,10 @@ class Health:
         return HealthReport(tuple(pushes), verdict, canaries, seconds)
 
     def join(self, name: str) -> None:
-        """Say that a new engine has this name. The next push sends it all tensors, and every engine runs a canary."""
+        """Say that a new engine has this name. The next push sends it all tensors, and every engine runs a canary.
+
+        The caller has put the engine into `pusher.engines` before the next push, which else forgets the name again.
+        """
         self.pusher.forget(name)
         self._canary.forget(name)
         self._held.add(name)

@@ -247,8 +247,8 @@ def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], i
     Returns fingerprints by name, bytes, and seconds of fingerprinting. Raises PushError, but only at the end.
     """
     marks: dict[str, int] = {}  # name -> fingerprint
-    total = 0
-    spent = 0.0
+    total = 0  # bytes
+    seconds = 0.0
     refused = ""  # why nothing more may be sent
     for bucket in buckets(tensors, update.limit):
         began = time.perf_counter()
@@ -259,14 +259,14 @@ def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], i
                 refused = refused or f"the exporter gave {name} twice"
             marks[name] = bucket_marks[name]
             total += tensor.nbytes
-        spent += time.perf_counter() - began
+        seconds += time.perf_counter() - began
         if not refused:
             update.send(bucket)
     if not marks:
         refused = "the exporter gave no tensor"
     if refused:
         raise PushError(refused)
-    return marks, total, spent
+    return marks, total, seconds
 
 
 def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:

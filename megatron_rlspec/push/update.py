@@ -21,6 +21,8 @@ Engines = Mapping[str, RolloutEngine]  # by name
 class Update:
     """An update of several engines, as a context. If the body raises, no engine serves until a later update.
 
+    The updates begin with the first `send`. A body that sends nothing must raise: engines would end what never began.
+
     An engine that fails leaves the update and serves nothing. The others go on. One thread calls `send`. `engines`,
     `errors` and `sent_bytes` change in other threads until the context ends, so read them only afterwards.
 
@@ -41,6 +43,7 @@ class Update:
         self._memories = {
             id(engine.bucket_memory): engine.bucket_memory for engine in engines.values()
         }
+        # Without engines nothing is sent, but the exporter is still read: then in buckets of one tensor.
         self.limit = min(map(bucket_bytes, self._memories.values()), default=1)
         # One thread for each engine, and one for `_deliver`, which waits for the calls in the others.
         self._threads = ThreadPoolExecutor(len(engines) + 1)

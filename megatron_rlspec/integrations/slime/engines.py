@@ -77,7 +77,7 @@ def after_push(
 
     Some engines cannot report what they hold: drafters of families that `served_weights.py` has no names for, and
     quantised weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
-    `contract.judged` decides what follows. Returns metrics `health/*`. Raises HealthError, one line with engines and
+    `contract.judge` decides what follows. Returns metrics `health/*`. Raises HealthError, one line with engines and
     tensors, if a target may be wrong: training must not use samples of such an engine.
 
     urls        of all engines that were pushed to

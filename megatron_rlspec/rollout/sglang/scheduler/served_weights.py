@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rlspec.models.families import FAMILIES
-from megatron_rlspec.push.fingerprint import of_parts, read, unread
+from megatron_rlspec.push.fingerprint import from_raw_sums, of_parts, raw_sum
 from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 
 _WORD = 8  # bytes, a fingerprint's unit, as in `push/fingerprint.py`; no word may lie on two ranks
@@ -132,13 +132,13 @@ class Deliveries:
     """
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    # as `unread` returns them, so that loading does not wait for a GPU
+    # as `raw_sum` returns them, so that loading does not wait for a GPU
     _marks: dict[str, int | Tensor] = field(default_factory=dict)
 
     @property
     def marks(self) -> dict[str, int]:
         """Read the fingerprints. Those on a GPU take one wait together."""
-        return dict(zip(self._marks, read(list(self._marks.values())), strict=True))
+        return dict(zip(self._marks, from_raw_sums(list(self._marks.values())), strict=True))
 
     def watch(self, model: nn.Module, *, fingerprints: bool) -> None:
         """From now on, note every tensor that the loader of `model` is given. Call it once for each model.
@@ -150,7 +150,7 @@ class Deliveries:
             for name, tensor in weights:
                 self.dtypes[name] = tensor.dtype
                 if fingerprints:
-                    self._marks[name] = unread(tensor)
+                    self._marks[name] = raw_sum(tensor)
                 yield name, tensor
 
         load_through(model, noted)
