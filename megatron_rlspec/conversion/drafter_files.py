@@ -81,8 +81,8 @@ def read_with_drafter(policy: str | Path, source: str | Path) -> tuple[dict[str,
     names = name_table(config).drafter_names
     if not names:
         raise CheckpointError(
-            f"config.json of {policy}: no MTP layer in place of which {source} could stand; expected a policy with one, or "
-            "EAGLE-3 drafters"
+            f"config.json of {policy}: no MTP layer in place of which {source} could stand; expected a policy "
+            "with one, or EAGLE-3 drafters"
         )
     missing = [name for name in names if name not in other]
     if missing:

@@ -93,7 +93,8 @@ class SlimeDraftRule(DraftRule):
             self._chain,
             self.learning.accept_length(self._chain),
         )
-        ask_logged(engines, self.set)  # the canary leaves its chain behind; the rollout needs the rule
+        # the canary leaves its chain behind; the rollout needs the rule
+        ask_logged(engines, self.set)
         if all(result.error for result in results.values()):
             return {}
         failures = 0
