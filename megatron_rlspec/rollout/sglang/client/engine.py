@@ -207,7 +207,8 @@ class SGLangEngine(Connection):
     def wake(self) -> None:
         """Take the memory back. The engine stays paused until an update.
 
-        That must have the scope "all", because a GPU lost all weights. Neither this class nor the server checks it.
+        That must have the scope "all", because on a GPU all weights were lost. Neither this class nor the server checks
+        it: `run/engines.py` has the pusher forget what the engine held.
         """
         self.post_to_sglang("resume_memory_occupation", {})
 

@@ -66,7 +66,10 @@ class _Memory:
 
     @contextmanager
     def piece(self, size: int) -> Iterator[torch.Tensor]:
-        """Lend `size` bytes. Their content is arbitrary."""
+        """Lend `size` bytes. Their content is arbitrary.
+
+        The schedulers must have read them when the `with` block ends: the next bucket overwrites them.
+        """
         # Nobody else may get this piece meanwhile: bodies of two clients can arrive at the same time.
         piece = self._free
         self._free = torch.empty(0, dtype=torch.uint8)
