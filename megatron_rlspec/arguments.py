@@ -10,7 +10,9 @@ from typing import Any, NoReturn, TypeVar
 
 # Of the short help text, which `--help` prints:
 WIDTH = 80  # columns
-FIRST_TEXT = 60  # most characters of an option's text beyond its first clause
+FIRST_TEXT = (
+    60  # most characters of an option's text; its first clause stays whole even if it is longer
+)
 SHORT = {"INTEGER": "N", "NUMBER": "X"}  # metavars, and what stands for them
 HELP = {"-h", "--help", "--help-all"}  # options that no help text lists
 
@@ -39,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings, "add_help": False})
         self.example = example
         self.first = first
-        # of `needs` and `excludes`: (refused if the option is given?, that option, the options that are refused)
+        # (False, option, others) by `needs`: others are refused without the option. (True, ...) by `excludes`: with it.
         self._rules: list[tuple[bool, str, str]] = []
         # argparse's own --help is not added: it prints every option
         if add_help:
@@ -49,7 +51,10 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action="help", help="every option")
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Add an argument. Its help says the default, if there is one."""
+        """Add an argument. Its help says the default, if there is one.
+
+        Arguments of an argparse group do not come here: `commands/training.py` writes their defaults itself.
+        """
         action = super().add_argument(*names, **settings)
         default = action.default
         if default in (None, "", False, [], argparse.SUPPRESS) or not action.option_strings:
@@ -60,7 +65,10 @@ class Parser(argparse.ArgumentParser):
         return action
 
     def needs(self, wanted: str, options: str) -> None:
-        """Refuse `options`, names separated by spaces, where `wanted` is not given."""
+        """Refuse `options`, names separated by spaces, where `wanted` is not given.
+
+        Here and in `excludes` every name must be an option of this parser, with a default other than SUPPRESS.
+        """
         self._rules.append((False, wanted, options))
 
     def excludes(self, given: str, options: str) -> None:
@@ -97,7 +105,7 @@ class Parser(argparse.ArgumentParser):
             copy.copy(action) for action in options if not self.first or self._is_first(action)
         ]
         for action in shown:
-            action.help = _first_clause(action.help or "")
+            action.help = _first_clauses(action.help or "")
             if isinstance(action.metavar, str):
                 action.metavar = SHORT.get(action.metavar, action.metavar)
         formatter = argparse.HelpFormatter(self.prog, max_help_position=35, width=WIDTH)
@@ -151,7 +159,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print `message` on one line, with a hint, and exit with status 2. argparse calls it for every mistake."""
-        # argparse wraps some messages; the two that get a hint are known by their English beginning
+        # argparse wraps some messages. The two that get a hint are known by their beginning, which argparse writes.
         message = " ".join(message.split())
         if message.startswith("unrecognized arguments: "):
             word = message.split()[2].partition("=")[0]
@@ -167,7 +175,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _first_clause(text: str) -> str:
+def _first_clauses(text: str) -> str:
     """Return as many clauses of an option's help as fit into `FIRST_TEXT` characters, one at least, and its default."""
     text, _, default = text.partition(" (default ")  # as `add_argument` writes it
     short = ""

@@ -1,4 +1,8 @@
-"""`rlspec COMMAND`: run one of the commands, and tell errors as one line. It imports little."""
+"""`rlspec COMMAND`: run one of the commands, and print one line for an error of the user or of the machine.
+
+This module imports neither torch nor the module of a command: `--help` and mistakes in a command's name are answered at
+once. A bug of the package keeps its traceback.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,8 @@ FOREIGN = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }
-# commands that compute with the model in their own process
+# commands whose process trains or generates with a model, and keeps freed memory for its next tensors; `compare`
+# generates, too, but does without
 COMPUTING = ("train", "sft", "replay", "answer")
 # a file of NVIDIA's driver: tells of a GPU without an import of torch
 GPU_DEVICE = "/dev/nvidiactl"
@@ -75,17 +80,21 @@ def drop_foreign_lines() -> None:
 
 
 def _lacks(text: str, record: logging.LogRecord) -> bool:
+    """Return whether a record lacks `text`: logging drops a record for which a filter returns False."""
     return text not in str(record.msg)
 
 
 def named(name: str) -> Any:
-    """Import what `module:function` names in this package."""
+    """Return what `module:function` of this package names (`commands.Command.run`); imports its module."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(f"megatron_rlspec.{module}"), function)
 
 
 def overview() -> str:
-    """Return the list of commands, each with an example. At most 80 columns wide."""
+    """Return the list of commands, each with an example.
+
+    It is at most 80 columns wide as long as the texts keep the lengths of `commands.Command`.
+    """
     lines = [f"rlspec {__version__}: RL post-training with speculative decoding", ""]
     for name, command in COMMANDS.items():
         lines += [f"  {name:10} {command.text}", f"      {command.example}"]
@@ -95,6 +104,8 @@ def overview() -> str:
 
 def run(act: Callable[[], object]) -> int:
     """Run a command and return its exit code: what `act` returns if that is an int, else 0.
+
+    `act` must not return a bool, which is an int: True would be exit code 1.
 
     Prints one line for an error of which `exit_code` knows the code. Raises other errors, for their traceback.
     """
@@ -188,9 +199,8 @@ def _message(error: Exception) -> str:
 
 
 def _complain(message: str, code: int, every_rank: bool = False) -> int:
-    """Print the message on one line. Returns `code`.
+    """Print the message on one line of stderr, on rank 0 only unless `every_rank`. Returns `code`.
 
-    code        exit code, which is returned
     every_rank  whether ranks other than 0 print it, too: it can concern one of them alone
     """
     message = texts.printable(" ".join(message.split()))

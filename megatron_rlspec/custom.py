@@ -6,8 +6,9 @@ return.
     drafter.loss         DrafterLoss    in place of ce and forward_kl
     rollout.function     Turns          in place of one reply to each prompt
 
-Functions are called with one argument, an object of a class below, and are found from the working directory.
-`examples/custom_loss/` and `examples/calculator/` have one of each. T: packed positions of one micro-batch on this
+Functions are called with one argument: an object of a class below, or the `Conversation` of `rollout/conversation.py`.
+Modules are found from the working directory; `FILE.py:function` names a function, too. `examples/custom_loss/` and
+`examples/calculator/` have one of each. T: packed positions of one micro-batch on this
 rank; C: rows of one chunk; V: vocabulary; n: samples of one group.
 """
 
@@ -95,7 +96,7 @@ class DrafterRows:
     """Predictions of the drafter beside the policy's own at the same place; one row is one position at one depth.
 
     draft_logprobs   `[C, V]`, log-probabilities of the drafter at the rollouts' temperature; carries the gradient
-    policy_logprobs  `[C, V]`, of the policy, without gradient
+    policy_logprobs  `[C, V]`, of the policy at the same temperature, without gradient
     tokens           `[C]` int64, the tokens that follow in the text
     depths           `[C]` int64, from 1
     """
@@ -145,7 +146,7 @@ class Unwound(BaseException):
 
 # Errors that this package raises through the user's code: no mistakes of that code. Signals raise Interrupted.
 OURS = (Unwound, Interrupted)
-MOST = 2.0**127  # the largest advantage: tensors of float32 hold it
+MOST = 2.0**127  # largest absolute value of an advantage: tensors of float32 hold it
 
 
 def is_function(text: str) -> bool:

@@ -98,7 +98,9 @@ class EngineDescription(TypedDict):
 class RolloutEngine(Protocol):
     """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines, and has a name for each.
 
-    In a run only rank 0 calls engines.
+    In a run only rank 0 calls engines. An update of weights is `begin_update`, `send` for each bucket, `end_update`:
+    after a failure, too, with the error. `stats` and `spec_rule_report` reset what they return: a second reader would
+    miss it.
 
     Every method raises EngineError if the engine refuses, fails or is gone; `alive` and `close` never do.
     """
@@ -210,7 +212,7 @@ def ask_all(
 ) -> tuple[dict[str, Answer], dict[str, EngineError]]:
     """Call every engine at once, each in a thread. Return the answers by name, and the errors of engines that failed.
 
-    Any error of `call` other than EngineError is raised, after all calls have ended.
+    Any error of `call` other than EngineError is raised, after all calls have ended. Without engines: ({}, {}).
     """
     with ThreadPoolExecutor(max(1, len(engines))) as threads:
         futures = {name: threads.submit(call, engine) for name, engine in engines.items()}

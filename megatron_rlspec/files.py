@@ -1,4 +1,7 @@
-"""Read files with limits; write them whole or not at all; lock them. Standard library only."""
+"""Read files with limits; write them whole or not at all; lock them; check outputs that a command line names.
+
+Also `tell`, which prints a line for people. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +100,10 @@ def write(path: str | Path, content: str | bytes) -> None:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a path beside `path` to write to. At the end it takes the name `path`; after an error it is removed.
 
-    For libraries that write by themselves. Raises OSError, which names `path`. A killed process leaves the partial
-    file: `records/recorder.py` and `run/trajectory.py` remove files named `.*.partial` when a run goes on.
+    For libraries that write by themselves. Raises OSError, which names `path`, also where the block raised it for
+    another file. Two threads of a process must not replace one file at once: they would share the partial file. A
+    killed process leaves that: `records/recorder.py` and `run/trajectory.py` remove files named `.*.partial` when a
+    run goes on.
     """
     path = Path(path)
     with _naming(path):
@@ -133,7 +138,7 @@ def locked(path: str | Path) -> Iterator[None]:
     """Hold the lock of a file during the block. The file and its directory are made if they are missing.
 
     The system frees the lock when the process ends, however it ends. A file system without locks gets one line on
-    stderr. Raises FileError at once if another process has it, and OSError, which names `path`.
+    stderr. Raises FileError at once if another process has it, or this one already, and OSError, which names `path`.
     """
     with _naming(Path(path)):
         handle = _locked(Path(path))
@@ -259,7 +264,10 @@ def reason(error: Exception) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """Format a path for a message: long ones are cut in the middle, control characters are escaped."""
+    """Format a path for a message: long ones are cut in the middle, control characters are escaped.
+
+    For other values there is `texts.shown`.
+    """
     text = str(path)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 240 else f"{text[:100]}...{text[-100:]}"

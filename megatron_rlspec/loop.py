@@ -1,6 +1,7 @@
 """The RL loop, the supervised warm start before it, and replays of a recorded run.
 
-Every rank runs these lines. `Session` (run/session.py) implements the steps; only rank 0 talks to the engines.
+Every rank runs these lines. `Session` (run/session.py) implements the steps, most of which are collective: all ranks
+must call them in the same order. Only rank 0 talks to the engines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def train(
             with run.clock("generate"):
                 # rank 0: engines generate, rewards score; all ranks get the groups
                 groups = run.collect(step)
-            # with train.record_gib: the policy and these rollouts, for `rlspec replay`
+            # with train.record_gib, for `rlspec replay`: these rollouts, and the policy before it learns from them
             run.record_trajectory(groups)
             with run.clock("train"):
                 # advantages within each group, then this rank's micro-batches of each optimizer step
@@ -34,7 +35,9 @@ def train(
             with run.clock("generate"):
                 # with rollout.staleness: wait for the next step's rollout, which already runs
                 run.settle()
-            run.adapt()  # give the speculation rule the engines' acceptance and round times
+            # Give the speculation rule the engines' acceptance and round times. Before the push, whose canary drops
+            # rounds that nobody has read.
+            run.adapt()
             with run.clock("push"):
                 # both models as one version; compare fingerprints, run the canary prompts
                 run.push()

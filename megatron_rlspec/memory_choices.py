@@ -31,7 +31,7 @@ class Hardware:
     gpus    number of GPUs of a node
     gpu     bytes of one GPU
     ranks   trainer ranks of a node
-    world   trainer ranks of the job
+    world   trainer ranks of the job, a multiple of parallel.tensor x pipeline (`Config.check_run`)
     hopper  whether the GPUs are of compute capability 9
     """
 
@@ -85,6 +85,9 @@ class Fit:
     def with_engines(self, config: Config, kept: int | None) -> Config:
         """Return the configuration with the smallest engines that hold a step's samples, else those that hold most.
 
+        Returns `config` itself if no tensor-parallel size fits the free GPUs and the heads, for example without a free
+        GPU.
+
         Small engines come first: a larger tensor-parallel size costs communication in every layer.
         """
         free = self.machine.gpus
@@ -133,7 +136,7 @@ def settled(
     The order matters. Engines come first, then offloading for what they lack, then engines again in the memory that
     offloading frees, and last recomputation beside these engines.
 
-    rank          memory of a trainer rank; `dry_run` counts it, and a run estimates it
+    rank          memory of a trainer rank with the options of `config`; `dry_run` counts it, and a run estimates it
     launches      whether the run launches SGLang engines
     engines_open  whether the number and size of engines are free; else rollout.engines and placement.tensor hold. Take
                   it from the configuration as it was loaded (`run/inputs.py`, `leaves_engines_open`): in the copies

@@ -125,12 +125,18 @@ class EngineShare:
 def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> RankMemory:
     """Estimate a rank of a job of `world` ranks, without activations.
 
+    optimizer.distributed and optimizer.offload count as off where they are still `auto` (None): decide them before
+    (`memory_choices.py`).
+
+    world    a multiple of parallel.tensor x pipeline x expert, as `Config.check_run` demands
     dense    number of parameters on this rank, without those of routed experts
     experts  number of parameters of routed experts on this rank
     """
     itemsize = DTYPE_BYTES[config.model.dtype]
-    exact = max(itemsize, 4)  # gradients and moments are float32, or float64 with float64 weights
-    moments = 2 * exact
+    state_itemsize = max(
+        itemsize, 4
+    )  # gradients and moments are float32, or float64 with float64 weights
+    moments = 2 * state_itemsize
     master_weight = 4 if itemsize < 4 else 0  # float32 copies of 16-bit weights
     replicas = world // (config.parallel.tensor * config.parallel.pipeline)
     # parameters for which this rank has the optimizer's state
@@ -138,17 +144,17 @@ def rank_memory(config: Config, world: int, dense: int, experts: int = 0) -> Ran
     if config.optimizer.distributed:
         expert_replicas = replicas // config.parallel.expert
         stepped = dense // replicas + experts // expert_replicas
-    here = dense + experts
+    parameters = dense + experts
     return RankMemory(
-        weights=itemsize * here,
-        gradients=exact * here,
+        weights=itemsize * parameters,
+        gradients=state_itemsize * parameters,
         optimizer=(moments + master_weight) * stepped,
         offloaded=bool(config.optimizer.offload),
     )
 
 
 def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | None = None) -> int:
-    """Estimate the bytes of a rank's activations at the peak of a step.
+    """Estimate the bytes of a rank's activations at the peak of a step; parallel.recompute=auto counts as off.
 
     stage  pipeline stage of the rank, from 0; None: the stage with most
     """
@@ -163,10 +169,10 @@ def activation_bytes(config: Config, hf_config: Mapping[str, Any], stage: int | 
     if routed:
         mlp = routed * int(hf_config.get("moe_intermediate_size") or mlp)
     rows = HIDDEN_ROWS + CONTEXT_ROWS * (parallel.context - 1)
-    whole = 0 if parallel.sequence else WHOLE_ROWS
-    cut = (rows - whole) * hidden + MLP_ROWS * mlp
+    whole_rows = 0 if parallel.sequence else WHOLE_ROWS
+    split_elements = (rows - whole_rows) * hidden + MLP_ROWS * mlp
     # Every tensor-parallel rank has a whole copy of a token for each of its experts.
-    layer = tokens * itemsize * (cut // parallel.tensor + (whole + routed) * hidden)
+    layer = tokens * itemsize * (split_elements // parallel.tensor + (whole_rows + routed) * hidden)
     # what stays of a layer until its backward pass: with recomputation its input only
     kept = tokens * itemsize * hidden if parallel.recompute else layer
     # A stage keeps a micro-batch for itself and for each stage behind it.

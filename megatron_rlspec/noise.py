@@ -89,7 +89,7 @@ def _uniform(hashes: Tensor) -> Tensor:
     return x.add_((hashes < 0).to(torch.float64), alpha=float(1 << 32)).div_(float((1 << 32) - 1))
 
 
-def _noisy(logprobs: Tensor, hashes: Tensor) -> Tensor:
+def _with_noise(logprobs: Tensor, hashes: Tensor) -> Tensor:
     """Return log p + Gumbel noise, in float64 as SGLang computes it: in float32 other tokens would win at times."""
     x = _uniform(hashes)
     # At x = 1 the noise would be infinite; the clamp gives x = 1 the noise of the value below it. At x = 0 the
@@ -106,7 +106,7 @@ def noisy(
 ) -> Tensor:
     """Return log p + Gumbel noise, float64 [N, V]; arguments as for `draw`, and `vocabulary` may be [N, V], too."""
     tokens = logprobs.shape[1] if vocabulary is None else vocabulary
-    return _noisy(logprobs, murmur3(seeds, keys, tokens))
+    return _with_noise(logprobs, murmur3(seeds, keys, tokens))
 
 
 def draw(
@@ -117,8 +117,9 @@ def draw(
 ) -> Tensor:
     """Sample one column [N] per row of `logprobs [N, V]` (up to a constant per row), by the Gumbel-max trick.
 
-    seeds       int64 [N], one per request
-    keys        int64 [N], what differs between the draws of a seed, such as the position of the predicting token
+    seeds       int64 [N], one per request; all 64 bits count
+    keys        [N], what differs between the draws of a seed, such as the position of the predicting token; the low 32
+                bits count. Two draws with the same seed and key have the same noise, so they are not independent
     vocabulary  the token ids of the columns [V]; None: column i is token i
     """
     return draw_each(logprobs, seeds, keys, (1.0,), vocabulary)[:, 0]
@@ -155,7 +156,7 @@ def _likeliest_without_waiting(logprobs: Tensor, hashes: Tensor) -> Tensor:
     It makes no tensor whose size depends on values, as `nonzero` does. So the host does not wait for the device, and a
     CUDA graph can capture it.
     """
-    return _noisy(logprobs, hashes).argmax(1)
+    return _with_noise(logprobs, hashes).argmax(1)
 
 
 def _likeliest(logprobs: Tensor, hashes: Tensor) -> Tensor:
@@ -169,12 +170,12 @@ def _likeliest(logprobs: Tensor, hashes: Tensor) -> Tensor:
     least_cost = (~hashes).view(torch.uint32).to(torch.float32)
     least_cost.div_(logprobs.exp().clamp_(min=1e-38))
     guess = least_cost.argmin(1, keepdim=True)
-    cost = _noisy(logprobs.gather(1, guess), hashes.gather(1, guess)).neg_().exp_()
+    cost = _with_noise(logprobs.gather(1, guess), hashes.gather(1, guess)).neg_().exp_()
     # 1e-4 more than the cost of the guess: `least_cost` is rounded to float32
     row, column = (least_cost <= cost.mul_(2.0**32 * (1 + 1e-4)).to(torch.float32)).nonzero(
         as_tuple=True
     )
-    score = _noisy(logprobs[row, column], hashes[row, column])
+    score = _with_noise(logprobs[row, column], hashes[row, column])
     best = score.new_full((len(logprobs),), float("-inf")).scatter_reduce_(0, row, score, "amax")
     won = score == best[row]
     # of equal scores the lowest column, as argmax takes it
@@ -183,6 +184,8 @@ def _likeliest(logprobs: Tensor, hashes: Tensor) -> Tensor:
 
 def seed_of(*parts: int) -> int:
     """Return a sampling seed below 2³¹, made from non-negative integers.
+
+    Zeros at the end do not count: (1, 2) and (1, 2, 0) give one seed. So callers that share a run give as many parts.
 
     Interrupted runs and `rlspec answer` compute the seeds again when they go on, so the same parts must always give the
     same seed.

@@ -19,7 +19,10 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any, by: Callable[[Any], str] = repr) -> str:
-    """Return a value of the user's in one line: its first 200 characters, with escapes as in `printable`.
+    """Return a value of the user's in one line: whitespace collapsed, cut to 200 characters, then escaped.
+
+    It is escaped as in `printable`, so the result may be longer. For paths there is `files.shown`, for values of
+    options `config.base.shown`.
 
     by  makes the text: `repr` or `str`. It runs methods of the user's class, which may raise anything, SystemExit
         included; the line then says so
@@ -37,11 +40,14 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, at most 200 characters; the name of its type if it has no text."""
+    """Return the first line of a library's error, at most 200 characters; the name of its type if it has no text.
+
+    Control characters stay: escape it before it reaches a terminal, as `cli.py` does.
+    """
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def following(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+def tokenize_continuations(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of texts that follow another text. Special tokens in them are recognised, and none is added.
 
     Some tokenizers (SentencePiece) put a space before the first word of everything they are given. That is right for a
@@ -69,8 +75,10 @@ class StopStrings:
     """Finds where a stop string ends a response: at the first token after which its text contains one of the strings.
 
     Whether a response ends at a token follows from the last `window` tokens up to it, and from no later token. So a
-    round that accepts many tokens ends the response where plain decoding ends it. Both engines use this class, and must
-    (`rollout/embedded/scheduler.py`, `rollout/sglang/scheduler/stop_strings.py`).
+    round that accepts many tokens ends the response where plain decoding ends it.
+
+    Both kinds of engines use this class (`rollout/embedded/scheduler.py`, `rollout/sglang/scheduler/stop_strings.py`):
+    SGLang's own search depends on how many tokens a round accepted.
 
     strings  at least one, none of them empty
     decode   returns the text of token ids, with special tokens
@@ -87,7 +95,7 @@ class StopStrings:
     def end(self, tokens: Sequence[int], first: int) -> tuple[int, str] | None:
         """Return the number of `tokens` up to the response's end, and the stop string; None if the response goes on.
 
-        tokens  the response, or its last tokens: at least `window` - 1 of them before index `first`
+        tokens  the response, or its last tokens: then at least `window` - 1 of them before index `first`
         first   index of the first token that was not checked yet
         """
         for count in range(first + 1, len(tokens) + 1):

@@ -26,19 +26,21 @@ def filtered(
 ) -> Tensor:
     """Return probs [N, V] with everything outside top-k, top-p and min-p set to 0, in token order, not renormalised.
 
+    `probs` itself stays as it is.
+
     Top-p counts the mass before a token over the unfiltered distribution, as SGLang does. Of equal probabilities the
     token with the lower id stays. A row without limits (top_k >= V, top_p >= 1 and min_p <= 0) stays whole, even where
     its mass is rounded to more than 1.
 
     top_ks     [N], at least 1; V or more: no limit
     top_ps     [N]; 1: no limit
-    min_ps     [N]; 0: no limit; None: no row has one
+    min_ps     [N], from 0 to 1; 0: no limit; None: no row has one
     max_top_k  the largest of `top_ks`, or any number above it; None: unknown. If it is below `CUT`, or if V is at most
                `CUT`, this call does not wait for the device
     """
     cut = min(CUT, probs.shape[-1])
     result, exact = _filter_by_largest(probs, cut, top_ks, top_ps, min_ps)
-    # The last condition comes last: it waits for the device.
+    # `bool` waits for the device, so this condition comes last.
     if cut == probs.shape[-1] or (max_top_k is not None and max_top_k < cut) or bool(exact.all()):
         return result
     for rows in exact.logical_not().nonzero().view(-1).split(WHOLE_ROWS):
@@ -65,16 +67,16 @@ def _filter_by_largest(
     drop = torch.arange(cut, device=probs.device) >= top_ks
     # The mass before a token, written as SGLang writes it, so that both round alike.
     drop |= (ordered.cumsum(-1) - ordered > top_ps) & (top_ps < 1)
-    whole = (top_ks >= vocabulary) & (top_ps >= 1)
+    unlimited = (top_ks >= vocabulary) & (top_ps >= 1)
     if min_ps is not None:
         drop |= ordered < ordered[:, :1] * min_ps.view(-1, 1)
-        whole &= min_ps.view(-1, 1) <= 0
+        unlimited &= min_ps.view(-1, 1) <= 0
     # Tokens before the first one to drop. The first token never is one: top_k >= 1, top_p >= 0 and min_p <= 1.
     count = (drop.cumsum(-1, dtype=torch.int32) == 0).sum(-1, keepdim=True)
     # Tokens above `least` stay, and of those that equal it the first `ties`. In a row without limits these are 0.0 and
     # V, so that every token stays.
-    least = ordered.gather(-1, count - 1).masked_fill_(whole, 0.0)
-    ties = (count - (ordered > least).sum(-1, keepdim=True)).masked_fill_(whole, vocabulary)
+    least = ordered.gather(-1, count - 1).masked_fill_(unlimited, 0.0)
+    ties = (count - (ordered > least).sum(-1, keepdim=True)).masked_fill_(unlimited, vocabulary)
     equal = probs == least
     stays = (probs > least) | (equal & (equal.cumsum(-1, dtype=torch.int32) <= ties))
-    return probs.where(stays, 0.0), (whole | (count < cut)).view(-1)
+    return probs.where(stays, 0.0), (unlimited | (count < cut)).view(-1)

@@ -88,13 +88,15 @@ class Sampling:
     """Settings for sampling the target's tokens.
 
     `top_k = -1`, `top_p = 1` and `min_p = 0` filter nothing; `temperature = 0` is greedy. The names of the fields are
-    those of `SamplingBody` in `rollout/sglang/schemas.py`, because `asdict` makes the HTTP body of them.
+    those of `SamplingBody` in `rollout/sglang/schemas.py`, because `asdict` makes the HTTP body of them. Nothing is
+    checked here: `SamplingBody` and `config/rollout.py` have the bounds.
 
     max_new_tokens  most response tokens, those of a `Partial` included
     stop_token_ids  token ids that end a response, beside the model's end-of-sequence tokens
     ignore_eos      end-of-sequence tokens do not end a response. SGLang then ignores `stop_token_ids`, too; the
                     embedded engine does not
-    stop            strings; a response ends with the first token after which its text contains one of them
+    stop            strings, none of them empty; a response ends with the first token after which its text contains one
+                    of them
     """
 
     temperature: float = 1.0
@@ -301,7 +303,7 @@ def ended(
 
     response  all response tokens so far
     stops     token ids that end a response
-    limit     max_new_tokens
+    limit     max_new_tokens, which counts from the first response token
 
     Raises ValueError if an engine would have ended the response at an earlier token.
     """
@@ -322,7 +324,7 @@ def ended(
 
 @dataclass(eq=False)
 class Group:
-    """All samples of one prompt. GRPO compares the rewards within a group."""
+    """The samples of one prompt. GRPO compares the rewards within a group."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -338,7 +340,11 @@ def samples_of(groups: Iterable[Group]) -> list[Sample]:
 
 @dataclass(eq=False)
 class OpenGroup:
-    """A group that is being generated: all its requests, and the samples that have ended, with their rewards."""
+    """A group that is being generated: all its requests, and the samples that have ended, with their rewards.
+
+    requests  at least one, all of one prompt, with different ids
+    samples   at most one for each request, in any order
+    """
 
     requests: list[Request]
     samples: list[Sample] = field(default_factory=list)
@@ -371,7 +377,9 @@ class OpenGroup:
 
 @dataclass(eq=False)
 class PackedBatch:
-    """One rank's share of one micro-batch, after the context-parallel slice. All tensors are `[T]` on the CPU.
+    """One rank's share of one micro-batch, after the context-parallel slice.
+
+    Tensors are `[T]` unless their line below says otherwise. `packing/pack.py` makes them on the CPU.
 
     Four tensors describe position t itself: `tokens`, `position_ids`, `sequence_ids` (index of the sample within the
     step, -1 on padding) and `drafter_weight`.

@@ -1,4 +1,8 @@
-"""The list of commands of `rlspec`, and the module of each. `cli.py` imports a module when its command is given."""
+"""The commands of `rlspec`, and the module of each.
+
+No module of a command is imported here, so that `rlspec --help` needs no torch. `cli.py` imports the module of the
+command that is given.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ from typing import NamedTuple
 class Command(NamedTuple):
     """One command.
 
-    run      module:function of this package. It gets the other words of the command line as a list, and returns the
-             exit code or None
-    text     what `rlspec --help` says of it
-    example  a command line of a first day
+    run      module:function, without the leading "megatron_rlspec."; `cli.named` imports it. The function gets the
+             other words of the command line as a list, and returns the exit code or None
+    text     one line of `rlspec --help`, at most 67 characters: `cli.overview` promises 80 columns. For `train`, `sft`,
+             `replay` and `answer` also the description in their own help (`commands/training.py`)
+    example  a short command line that is shown with `text`, at most 74 characters
     """
 
     run: str
@@ -19,6 +24,8 @@ class Command(NamedTuple):
     example: str
 
 
+# In the order of `rlspec --help`. A command that computes with a model in its own process also belongs in
+# `cli.COMPUTING`.
 COMMANDS = {
     "train": Command(
         "commands.training:train",
@@ -42,7 +49,7 @@ COMMANDS = {
     ),
     "sft": Command(
         "commands.training:sft",
-        "train a drafter on answers of `rlspec answer`, or a policy, too",
+        "train a drafter, or policy and drafter, on written answers",
         "rlspec sft --config run.toml --sft.path answers.jsonl",
     ),
     "compare": Command(
@@ -52,7 +59,7 @@ COMMANDS = {
     ),
     "serve": Command(
         "rollout.sglang.http.serve:main",
-        "one SGLang engine: lossless drafts, weight pushes, adaptive",
+        "one SGLang engine: lossless adaptive drafts, weight pushes",
         "rlspec serve --model DIR",
     ),
     "slime": Command(

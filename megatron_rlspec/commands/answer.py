@@ -50,7 +50,7 @@ def answer(config: Config, hf_config: dict[str, Any]) -> str:
         # before the prompts are cut: with a larger answer.prompts the same file goes on
         shared = settings(config, prompts)
         if config.rollout.urls:
-            shared["served"] = _served(config)
+            shared["served"] = _served_weights(config)
         if config.answer.prompts:
             prompts = prompts[: config.answer.prompts]
         journal = Journal(path, shared, prompts)
@@ -131,8 +131,10 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     return json.loads(json.dumps(shared))  # as it is read back: lists in place of tuples
 
 
-def _served(config: Config) -> str:
-    """Return the digest of the weights that the engines at `rollout.urls` hold: nobody pushed `model.path` to them.
+def _served_weights(config: Config) -> str:
+    """Return the digest of the weights that the engines at `rollout.urls` hold.
+
+    This command pushes nothing to them, so they may hold another model than `model.path`.
 
     Raises ConfigError if the engines hold different weights.
     """
@@ -153,7 +155,8 @@ def _generate(
 ) -> tuple[int, float]:
     """Start engines, generate the missing answers and write them.
 
-    Returns the number of their tokens, and the seconds that it took without the start. Raises EngineError.
+    An answer that was aborted is not written: the next run of the command generates it. Returns the number of tokens,
+    and the seconds that it took without the start. Raises EngineError.
     """
     logs = Path(config.answer.path + ".logs")
     starting = KINDS[config.rollout.engine].start(config, logs, layout(config))
@@ -170,9 +173,9 @@ def _generate(
             if sample.status != "aborted":
                 journal.add(sample, tokenizer.decode(sample.response, skip_special_tokens=True))
 
-        part = AT_ONCE * config.rollout.max_running_requests * len(engines)
-        for first in range(0, len(missing), part):
-            batch = missing[first : first + part]
+        size = AT_ONCE * config.rollout.max_running_requests * len(engines)
+        for first in range(0, len(missing), size):
+            batch = missing[first : first + size]
             samples = pool.generate(batch, config.rollout.sampling, write)
             tokens += sum(len(sample.response) for sample in samples)
             files.tell(f"{first + len(batch)} of {len(missing)} answers", sys.stderr)

@@ -1,8 +1,9 @@
 """Compare drafters on one policy: accept lengths, and paired bootstrap intervals of their differences.
 
 All drafters answer the same prompts with the same seeds. Under position-keyed sampling the texts are equal, too, so a
-difference between two drafters comes from the drafters alone. A difference is shown only if its 95 % interval lies on
-one side of 0. The intervals hold for this policy and for prompts like these.
+difference between two drafters comes from the drafters alone. The table calls a difference "above 0" or "below 0" if
+its 95 % interval lies on one side of 0, otherwise "not shown". The intervals hold for this policy and for prompts like
+these.
 
 `rlspec compare POLICY NAME=DIR NAME=DIR ... --prompts FILE` prints the table.
 """
@@ -96,8 +97,8 @@ def table_of(rounds: Rounds, prompts: int, equal_texts: int) -> dict[str, Any]:
 def estimate(rounds: np.ndarray, other: np.ndarray | None = None) -> Estimate:
     """Estimate an accept length from `rounds [prompts, 2]`, or its difference to that of `other` on the same prompts.
 
-    Both are resampled by the same prompts. A prompt that is hard for every drafter then does not widen the interval of
-    the difference.
+    Row i of both must be the same prompt, and there is at least one. Both are resampled by the same prompts. A prompt
+    that is hard for every drafter then does not widen the interval of the difference.
     """
     n = len(rounds)
     rng = np.random.default_rng(1)  # the same resamples for every estimate, and in every call
@@ -164,7 +165,7 @@ def draw_each(
 
 
 def counted(drawn: Drawn) -> tuple[Rounds, int]:
-    """Return `rounds` and `equal_texts` for `table_of`."""
+    """Return `rounds` and `equal_texts` for `table_of`, from what `draw_each` returned for each drafter."""
     rounds: dict[int, dict[str, np.ndarray]] = {}
     # number of the prompt -> the different responses to it, as token ids
     texts: dict[int, set[tuple[int, ...]]] = {}
@@ -239,7 +240,7 @@ def parser() -> arguments.Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `rlspec compare`."""
+    """Run `rlspec compare`. Raises ConfigError, CheckpointError, DataError or FileError for what cannot be compared."""
     command = parser()
     options = command.parse_args(argv)
     directories: dict[str, str] = {}

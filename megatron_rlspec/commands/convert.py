@@ -112,6 +112,8 @@ def _convert(options: argparse.Namespace) -> None:
 def _check_model(work: Conversion) -> None:
     """Raise CheckpointError unless config.json and tokenizer come from the model that the run began with.
 
+    Nothing is checked if the state file was not moved with the checkpoint.
+
     The run wrote the digest of its `model.path` to the state beside the checkpoint (`run/state_file.py`).
     """
     file = state_file.of(work.source.resolve())
@@ -137,7 +139,7 @@ def _add_eagle3(options: argparse.Namespace) -> None:
 
 
 def _convert_visibly(work: Conversion) -> None:
-    """Convert. About every `TOLD_EVERY` seconds a line on stderr says how many parts are done."""
+    """Convert. At most every `TOLD_EVERY` seconds a line on stderr says how many parts are done."""
     done = 0
     last_line = time.monotonic()
 

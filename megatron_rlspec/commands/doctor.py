@@ -1,7 +1,8 @@
 """`rlspec doctor`: whether the installed Megatron, SGLang and slime are versions that fit, and what is missing.
 
-Nothing of them is imported. If a GPU is visible, or with `--gpu`, it prints what the machine lacks
-(`compat/machine.py`). A running job is not disturbed.
+The command imports none of them. If a GPU is visible, or with `--gpu`, it also prints what the machine lacks
+(`compat/machine.py`). A running job is not disturbed. `rlspec train`, `sft` and `replay` check the versions, too,
+before they begin (`check_versions`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class ProjectLine:
 
 
 def examine(names: Iterable[str] = tuple(UPSTREAM)) -> list[ProjectLine]:
-    """Compare the installed versions of the named projects with those that fit.
+    """Compare the installed versions of the named projects (keys of `UPSTREAM`) with those that fit.
 
     A project that is importable and has no version counts as fitting: a checkout on the path, as slime usually is.
     """
@@ -92,7 +93,7 @@ def _is_among(installed: str, versions: Sequence[str]) -> bool:
     return any(SpecifierSet(text).contains(installed, prereleases=True) for text in versions)
 
 
-def refuse_if_affected(*, starts_sglang: bool) -> None:
+def check_versions(*, starts_sglang: bool) -> None:
     """Raise ConfigError if a project that a run needs is missing or does not fit.
 
     starts_sglang  whether the run launches SGLang engines itself; else SGLang need not be installed here

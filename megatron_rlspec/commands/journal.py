@@ -27,7 +27,7 @@ COMPLETE = ("finished", "truncated")  # status of an answer that is whole
 class Journal:
     """The answers in a file. The caller holds the lock of the file (`answer.py`).
 
-    path      the file; it is made if it is missing
+    path      the file; it is made if it is missing. It stays open until the process ends
     settings  `answer.settings` of this command
     prompts   prompts to answer; answers to other prompts stay in the file and are not in `done`
     done      id of the request -> status, of each answer that the file has
@@ -70,7 +70,10 @@ class Journal:
                 self.done[name] = row["status"]
 
     def add(self, sample: Sample, text: str) -> None:
-        """Append one complete answer, with `text` as its response. Threads may call it."""
+        """Append one complete answer, with `text` as its response. Threads may call it, once for each answer.
+
+        The sample's status must be one of `COMPLETE`, and it must have a token: `_read` refuses other rows.
+        """
         # the id is pROW-nNUMBER, by `answer.requests`
         row, number = (int(part[1:]) for part in sample.request_id.split("-"))
         prompt = sample.prompt

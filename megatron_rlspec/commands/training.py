@@ -52,7 +52,7 @@ docs/configuration.md has the options, docs/runs.md the files of a run and its e
 
 
 # The most used options of each command, which `--help` shows; `--help-all` shows all.
-OPTIONS: dict[Name, str] = {
+MOST_USED: dict[Name, str] = {
     "train": "model.path data.path data.eval_path reward.kind rollout.prompts_per_step rollout.samples_per_prompt "
     "rollout.max_new_tokens rollout.temperature spec.mode optimizer.lr train.steps train.run_dir train.resume "
     "log.sinks",
@@ -101,7 +101,7 @@ def _run(command: Command, argv: list[str]) -> None:
         with interruption.errors_as_interrupted():
             rollout = config.rollout
             starts_sglang = rollout.engine == "sglang" and not rollout.urls
-            doctor.refuse_if_affected(starts_sglang=starts_sglang and config.generates(command))
+            doctor.check_versions(starts_sglang=starts_sglang and config.generates(command))
             from megatron_rlspec import loop
             from megatron_rlspec.run.loading import settle
             from megatron_rlspec.train import runtime
@@ -185,7 +185,7 @@ def extensions(config: Config) -> Extensions:
 
 
 def answer(argv: list[str]) -> None:
-    """Run `rlspec answer`, in one process. Prints at its end what the file holds."""
+    """Run `rlspec answer`, in one process. Prints at its end what the file holds (`commands/answer.py`)."""
     config = parse("answer", argv)
     with naming_paths(config):
         hf_config = model_config(config, "serve")
@@ -240,7 +240,8 @@ def parse(command: Name, argv: list[str], ranks: int | None = None) -> Config:
     parsed, unknown = parser_of(command).parse_known_args(argv)
     if unknown:
         raise ConfigError(_unknown_word(unknown[0]))
-    # What is left of these after the next lines are options `section.key`: their defaults are suppressed.
+    # Options `section.key` have no default in the parser, so only those that the user gave are here. The other keys are
+    # taken out below.
     overrides = vars(parsed)
     files = overrides.pop("config") or [None]
     if len(files) > 1:
@@ -298,7 +299,7 @@ def parser_of(command: Name) -> arguments.Parser:
         epilog=NOTES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         example=about.example,
-        first=["--ranks", "--dry-run", *(f"--{name}" for name in OPTIONS[command].split())],
+        first=["--ranks", "--dry-run", *(f"--{name}" for name in MOST_USED[command].split())],
     )
     # argparse's own pattern has no exponents, no inf and no nan: it would take -1e-4 for an option. The attribute is a
     # private one of argparse.

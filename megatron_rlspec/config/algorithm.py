@@ -12,10 +12,11 @@ from pydantic import Field, model_validator
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Section, Weight
 from megatron_rlspec.config.model import LONGEST
 
-# Where options of the ratio have an effect. In the first optimizer step of a rollout the ratio to log-probs that the
-# trainer recomputes is 1, so it takes engine log-probs, several updates, or a user's loss, which gets all options.
+# Where options of the ratio have an effect. In the first optimizer step of a rollout the ratio is 1 if the trainer
+# recomputes the log-probs. So these options need engine log-probs, several updates, or a user's loss, which may read
+# every option.
 RATIO = Needs("algorithm.old_logprobs=engine", "train.updates_per_rollout", "algorithm.loss")
-# Where tis_clip has an effect. With old_logprobs=engine the weight p_trainer / p_engine is 1.
+# Where tis_clip has an effect. With old_logprobs=engine both log-probs of the weight are the engine's: it is 1.
 WEIGHT = Needs("algorithm.old_logprobs=recompute", "algorithm.loss")
 
 

@@ -1,7 +1,8 @@
 """What every section shares: field types with bounds, and the error that names a wrong option.
 
-Every number is finite and has both bounds: a value outside of them is a typing error, not a setting. A boolean is not a
-number, and a quoted number is not one either (on the command line, where everything is text, `load` converts first).
+Every option that is a number is finite and has both bounds: a value outside of them is a typing error, not a setting. A
+boolean is not a number, and a quoted number is not one either (on the command line, where everything is text, `load`
+converts first). A default is not checked, so it must be within the bounds itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pydantic import (
 
 from megatron_rlspec.texts import printable
 
-MOST_STEPS = 1_000_000_000  # the largest count of any kind
+MOST_STEPS = 1_000_000_000  # the largest `Positive` and `Count`; tokens have a bound of their own
 AUTO = "auto"  # how files and command lines name None: the run chooses
 MOST_TOKENS = 2**31 - 1  # token counts are kept in 32 bits by the kernels
 # module:function or FILE.py:function
@@ -49,7 +50,8 @@ def expectation(error: Mapping[str, Any]) -> str:
 def first_mistake(error: ValidationError) -> str:
     """Format the first mistake that pydantic found: place, what was expected, and the value.
 
-    The value is left out of errors of our own checks ("value_error"), whose message has it already.
+    The place is empty, and the text begins with ": ", if the whole value is wrong: callers put its name before. The
+    value is left out of errors of our own checks ("value_error"), whose message has it already.
     """
     first = error.errors(include_url=False)[0]
     place = "".join(
@@ -60,7 +62,7 @@ def first_mistake(error: ValidationError) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON in one line of at most 80 characters."""
+    """Return a value as JSON in one line of at most 80 characters. For other texts there is `texts.shown`."""
     return printable(json.dumps(value, default=str, ensure_ascii=False))[:80]
 
 

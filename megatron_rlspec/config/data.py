@@ -1,4 +1,7 @@
-"""[data]: prompts to train and to evaluate on. `tasks/data.py` reads the files, and `tasks/columns.py` the rows."""
+"""[data]: prompts to train and to evaluate on. `tasks/data.py` reads the files, and `tasks/columns.py` the rows.
+
+`rlspec sft` reads the prompts of its demonstrations by the same options, from `sft.path`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatron_rlspec.config.base import Files, Name, Needs, Section, Text
 def _template_arguments(given: Any) -> Any:
     """Return the object that a command line states as JSON, or as NAME=VALUE,NAME=VALUE with values of TOML.
 
-    A comma within a value needs the form as JSON. Raises ValueError.
+    Every comma separates two pairs, so a value with a comma needs the form as JSON. Raises ValueError.
     """
     if not isinstance(given, str):
         return given  # a table of a TOML file
@@ -67,7 +70,7 @@ class DataConfig(Section):
 
     @property
     def evaluated(self) -> dict[str, str]:
-        """Return name of the set -> path, of all held-out prompts. The set of `eval_path` has the name ""."""
+        """Return name of the set -> path, of all held-out prompts; {} without `eval_path`, whose name is ""."""
         further = dict(named.split("=", 1) for named in self.eval_sets)
         return {"": self.eval_path, **further} if self.eval_path else {}
 

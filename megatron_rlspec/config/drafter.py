@@ -1,7 +1,7 @@
-"""[drafter]: how the drafter is trained.
+"""[drafter]: which drafter a run has, and how it is trained.
 
-`train/drafter_step.py` trains it within the policy's step. `extensions/drafter_schedules/` reads update_every, overlap,
-replay, replay_tokens and reward_weight.
+`train/drafter_step.py` trains it within the policy's step. `extensions/drafter_schedules/` has what differs from that:
+update_every, overlap, replay, replay_tokens, reward_weight, and the first steps of a fresh drafter.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class DrafterConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _known_loss(self) -> DrafterConfig:
+    def _loss_fits(self) -> DrafterConfig:
         if self.loss not in LOSSES and not FUNCTION.fullmatch(self.loss):
             raise ValueError(
                 f"loss={self.loss}: expected 'ce', 'forward_kl' or module:function (got {self.loss!r})"

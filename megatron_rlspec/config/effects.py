@@ -10,18 +10,18 @@ from pydantic.fields import FieldInfo
 from megatron_rlspec.config.base import Needs, Section
 
 
-def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
+def without_effect(config: Section, given: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for every option that the other options leave without effect. An option at its default has no line.
 
-    given  options that a user gave -> rank of their source: 1 a file, 2 the command line (`load.py`). An option in a
-           file may lose its effect by the command line: that is no mistake, because the command line changes what a
-           file says.
+    given  options that a user gave -> rank of their source: 1 a file, 2 the command line (`load.py`). A name that is no
+           option is skipped. An option in a file may lose its effect by the command line: that is no mistake, because
+           the command line changes what a file says
     """
     for name, rank in given.items():
         value, field = option(config, name)
         if field is None or value == field.default:
             continue
-        for needs in lacking(config, field):
+        for needs in unmet(config, field):
             # names of the options that it needs, each once and in order
             others = list(dict.fromkeys(_name(setting) for setting in needs.settings))
             if not any(given.get(other, 0) > rank for other in others):
@@ -29,8 +29,8 @@ def useless(config: Section, given: Mapping[str, int]) -> Iterator[str]:
                 yield f"{name}={_text(value)} has no effect while {now}"
 
 
-def lacking(config: Section, field: FieldInfo) -> Iterator[Needs]:
-    """Yield each `Needs` of a field that the configuration does not satisfy."""
+def unmet(config: Section, field: FieldInfo) -> Iterator[Needs]:
+    """Yield each `Needs` of a field that the configuration does not satisfy; nothing if the option has an effect."""
     for needs in field.metadata:
         if isinstance(needs, Needs) and not any(
             _holds(config, setting) for setting in needs.settings

@@ -19,16 +19,16 @@ from pydantic.fields import FieldInfo
 
 from megatron_rlspec import files
 from megatron_rlspec.config.base import AUTO, ConfigError, expectation, shown
-from megatron_rlspec.config.effects import useless
+from megatron_rlspec.config.effects import without_effect
 from megatron_rlspec.config.other_names import answer_to
 from megatron_rlspec.config.run import Config
 from megatron_rlspec.texts import printable
 
 LARGEST_FILE = 1 << 20  # bytes of a TOML file; one with every option has some 10 KB
 TRUE = ("true", "1", "yes", "on")
+FALSE = ("false", "0", "no", "off")
 # beginnings of options that a replay cannot change
 RECORDED = ("model.", "algorithm.", "replay.run", "train.record")
-FALSE = ("false", "0", "no", "off")
 # `arguments.SHORT` shortens these in the short help text
 _METAVARS: dict[Any, str] = {bool: "{true,false}", int: "INTEGER", float: "NUMBER"}
 
@@ -68,7 +68,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, str] | None = N
 
 
 def _given(tree: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, int]:
-    """Return the options that a user gave -> rank of their source for `effects.useless`: file 1, command line 2."""
+    """Return the options that a user gave -> rank of their source for `without_effect`: file 1, command line 2."""
     tables = {section: table for section, table in tree.items() if isinstance(table, dict)}
     in_file = {f"{section}.{key}": 1 for section, table in tables.items() for key in table}
     return in_file | dict.fromkeys(overrides, 2)
@@ -102,7 +102,7 @@ def _validated(
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_located(_one_line(error), path, overrides)) from None
-    for line in useless(config, given):
+    for line in without_effect(config, given):
         raise ConfigError(_located(line, path, overrides))
     return config
 
@@ -114,9 +114,9 @@ def _located(line: str, path: str | Path | None, overrides: Mapping[str, str]) -
 
 
 def _expand_home(tree: dict[str, Any]) -> None:
-    """Replace a ~/ at the begin of a value or behind a comma by the home directory, in place.
+    """Replace a ~/ at the beginning of a text or behind a comma by the home directory, in place.
 
-    A shell does that only for whole words, and a TOML file has no shell.
+    Parts of a list stay as they are. A shell does that only for whole words, and a TOML file has no shell.
     """
     home = f"{Path.home()}/"
     for table in tree.values():
@@ -182,7 +182,10 @@ def _read(path: str | Path | None) -> dict[str, Any]:
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the dotted name and the field of every option, in the order of the sections in `Config`."""
+    """Yield the dotted name and the field of every option, in the order of the sections in `Config`.
+
+    Every section must have an object of its class as default: the fields are read from that class.
+    """
     for section, outer in Config.model_fields.items():
         for key, field in type(outer.default).model_fields.items():
             yield f"{section}.{key}", field
@@ -205,7 +208,10 @@ def _converted(text: str, field: FieldInfo) -> Any:
 
 
 def _kind(field: FieldInfo) -> Any:
-    """Return the type of an option; without None, which is `auto`."""
+    """Return the type of an option; without None, which is `auto`.
+
+    The annotation of an option with `auto` must be TYPE | None, in this order.
+    """
     if field.default is None:
         return get_args(field.annotation)[0]
     return field.annotation

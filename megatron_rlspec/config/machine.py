@@ -39,7 +39,7 @@ class ParallelConfig(Section):
         return self
 
     @property
-    def packed(self) -> int:
+    def pack_multiple(self) -> int:
         """Return the number of which the tokens of a micro-batch are a multiple: `batch_unit` in `packing/pack.py`.
 
         Context parallelism cuts a sequence into two chunks for each rank; sequence parallelism cuts a rank's tokens

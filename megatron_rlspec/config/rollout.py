@@ -110,7 +110,7 @@ class RolloutConfig(Section):
 
     @property
     def oldest(self) -> int:
-        """Return how many versions a token may be behind the policy that trains on it; 0: it is that policy's."""
+        """Return how many versions a token may be older than the policy that trains on it; 0: no older."""
         return self.staleness + self.partial
 
     @property

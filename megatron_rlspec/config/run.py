@@ -29,7 +29,10 @@ Command = Literal["train", "sft", "replay"]
 
 
 class Config(Section):
-    """All options of a run, by section. `_consistent` and `check_run` check options of several sections together."""
+    """All options of a run, by section.
+
+    It is frozen. A copy by `model_copy` is not checked, and its changed options count as set by the user.
+    """
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -105,7 +108,7 @@ class Config(Section):
         algorithm, rollout = self.algorithm, self.rollout
         # a user's loss weighs as it likes; with old_logprobs=engine the ratio itself is the weight
         weighs = algorithm.loss == "policy_gradient" and algorithm.old_logprobs == "recompute"
-        # mask_offpolicy keeps samples that ended before their group did
+        # also with mask_offpolicy: it masks only continued samples, and a whole sample may be of an older policy
         older = rollout.staleness or rollout.partial
         return bool(weighs and algorithm.tis_clip == 0 and older)
 
@@ -212,11 +215,10 @@ class Config(Section):
             yield problem
         room = self.train.tokens_per_micro_batch
         longest = self.model.max_length
-        # `packing/pack.py` uses micro-batches of the largest multiple of `packed`
-        if room // parallel.packed * parallel.packed < longest:
-            rounded = (
-                f", in multiples of {parallel.packed} by {sizes}," if parallel.packed > 1 else ""
-            )
+        # `packing/pack.py` uses micro-batches of the largest multiple that fits
+        multiple = parallel.pack_multiple
+        if room // multiple * multiple < longest:
+            rounded = f", in multiples of {multiple} by {sizes}," if multiple > 1 else ""
             yield f"train.tokens_per_micro_batch={room}{rounded} cannot hold one sample of model.max_length={longest}"
         yield from self._small_cache()
 

@@ -1,4 +1,4 @@
-"""A run directory: whether a run can start in it, and the lock that keeps other runs out. Standard library only."""
+"""A run directory: whether a run can start in it, and the lock that keeps other runs out. No import of torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
     """Keep `run_dir` for one run during the block.
 
     Makes the directory and its parents if they are missing. At the end those that it made are removed if they are
-    empty. Only rank 0 does this, for all ranks of the run; on other ranks nothing happens.
+    empty. Only rank 0 does this, for all ranks of the run; on other ranks nothing happens. The block must not claim the
+    same directory again.
 
-    Raises ConfigError at once if another run has the directory, or if no run can start in it (`taken_by`).
+    Raises ConfigError at once if another run has the directory, or if no run can start in it (`why_taken`).
     """
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -44,7 +45,7 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
                 f"{option}: {files.reason(error)}; expected a directory that the run can write to"
             ) from None
         try:
-            if taken := taken_by(run_dir, resume):
+            if taken := why_taken(run_dir, resume):
                 raise ConfigError(f"{option}: {taken}")
             lock.write_text(f"process {os.getpid()} on {socket.gethostname()}")
             yield
@@ -56,7 +57,7 @@ def claimed(run_dir: Path, resume: bool) -> Iterator[None]:
                     path.rmdir()
 
 
-def taken_by(run_dir: Path, resume: bool) -> str:
+def why_taken(run_dir: Path, resume: bool) -> str:
     """Return why no run can start in `run_dir`; "" if one can. With `resume`: why none can continue there.
 
     The names of files and directories are those of `run/result.py`, `run/checkpoints.py` and `records/recorder.py`.

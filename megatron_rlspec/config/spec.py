@@ -70,5 +70,8 @@ class SpecSection(Section):
         ]
 
     def config(self) -> SpecConfig:
-        """Return the configuration that mode=fixed runs, and with which other modes start: without drafts."""
+        """Return the configuration that mode=fixed runs; OFF for the other modes.
+
+        In adaptive mode an embedded engine starts with it, until it is given a rule (`rollout/start.py`).
+        """
         return SpecConfig.of(self.num_steps) if self.mode == "fixed" else OFF

@@ -27,7 +27,7 @@ from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.pool import EnginePool
 from megatron_rlspec.speculation.acceptance import pooled
 from megatron_rlspec.tasks.reward_worker import number
-from megatron_rlspec.texts import following, shown
+from megatron_rlspec.texts import shown, tokenize_continuations
 from megatron_rlspec.types import Request, Sample, Sampling, Status
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Conversation:
         if not isinstance(text, str):  # a tokenizer takes a list for several texts
             raise TypeError(f"append: expected text, found {type(text).__name__}")
         text = text[: self.remaining * LONGEST_TOKEN]  # a tokenizer takes minutes for megabytes
-        ids = following(self.tokenizer, [text])[0][: self.remaining]
+        ids = tokenize_continuations(self.tokenizer, [text])[0][: self.remaining]
         self._tokens += ids
         self._trained += [False] * len(ids)
         self._logprobs += [0.0] * len(ids)

@@ -26,6 +26,7 @@ from megatron_rlspec.records.recorder import Recorder
 from megatron_rlspec.rollout.conversation import Conversations
 from megatron_rlspec.rollout.partial import Drawing, mask_continued
 from megatron_rlspec.run.engines import Engines
+from megatron_rlspec.run.failed_steps import FailedSteps
 from megatron_rlspec.run.summaries import best_of, rollout_metrics, scored
 from megatron_rlspec.tasks import data, rewards
 from megatron_rlspec.types import Group, OpenGroup, Prompt, Request, Sample, Sampling, samples_of
@@ -78,7 +79,7 @@ class Generation:
         self._scorer = scorer
         self._recorder = recorder
         self._cancelled = cancelled
-        self._failed_steps = rewards.FailedSteps(train.max_bad_steps)
+        self._failed_steps = FailedSteps(train.max_bad_steps)
         self._shown = False  # whether the run has shown a scored sample
         # ids of the requests that engines may have; for `_abort_when_cancelled`, in another thread
         self._running: Collection[str] = ()

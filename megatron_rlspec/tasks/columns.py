@@ -104,7 +104,10 @@ def checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
 
 
 def value_of(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or of the first of its `OTHERS` that has one; None if none has."""
+    """Return the value of a column, or of the first of its `OTHERS` that has one; None if none has.
+
+    A column that is null has no value.
+    """
     for name in (key, *OTHERS.get(key, ())):
         value: Any = row
         # A column can have points in its own name.
@@ -234,7 +237,8 @@ def seed(where: str, row: Mapping[str, Any]) -> int | None:
 def label(where: str, row: Mapping[str, Any], key: str) -> str:
     """Return the label as text, other values than text as JSON; "" if `key` is empty. Raises DataError.
 
-    A whole number is written without a point (Parquet may hold 72 as 72.0). A list of one value is that value.
+    A whole number is written without a point (Parquet may hold 72 as 72.0). A list of one value is that value. A list
+    of several texts becomes JSON, which `reward_worker.accepted` knows by its beginning `["`.
     """
     if not key:
         return ""
@@ -262,7 +266,10 @@ def _plain(value: Any) -> Any:
 
 
 def metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the metadata, {} without any. JSON can hold it: reward workers get it as JSON. Raises DataError."""
+    """Return the metadata, {} without any. Raises DataError for texts and numbers that JSON in UTF-8 cannot hold.
+
+    Reward workers get it as JSON. There other values than those of JSON, such as dates, become texts (`rewards.py`).
+    """
     values: dict[str, Any] = checked(where, key, value_of(row, key), _OBJECT) or {}
     try:
         json.dumps(values, default=str, allow_nan=False, ensure_ascii=False).encode()

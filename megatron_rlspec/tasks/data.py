@@ -1,4 +1,4 @@
-"""Read prompts and demonstrations, and draw them in a reproducible order.
+"""Read prompts and demonstrations with a tokenizer, and draw them in a reproducible order.
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
 instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An
@@ -18,7 +18,7 @@ from megatron_rlspec.config import DataConfig, SftConfig
 from megatron_rlspec.tasks import columns
 from megatron_rlspec.tasks.order import DataError, Order
 from megatron_rlspec.tasks.rows import read_rows
-from megatron_rlspec.texts import first_line, following
+from megatron_rlspec.texts import first_line, tokenize_continuations
 from megatron_rlspec.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -73,7 +73,10 @@ class Prompts(Source[Prompt]):
         super().__init__(rows, summary, reading)
 
     def take(self, count: int, beside: Iterable[Prompt] = ()) -> list[Prompt]:
-        """Return the next `count` prompts of a step that has the prompts `beside` already."""
+        """Return the next `count` prompts of a step that has the prompts `beside` already.
+
+        `beside` must be prompts of this source.
+        """
         # An id is the row's index in the file; an order counts only the rows that are short enough.
         places = {prompt.id: place for place, prompt in enumerate(self.rows)}
         in_step = [places[prompt.id] for prompt in beside]
@@ -144,18 +147,18 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 def check_prompts(path: str | Path, options: DataConfig) -> None:
-    """Check the first rows of a file of prompts, without a tokenizer. Raises DataError."""
+    """Check the first `CHECKED_ROWS` rows of a file of prompts, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
         columns.prompt(where, row, options)
         columns.label(where, row, options.label_key)
         columns.metadata(where, row, options.metadata_key)
         rows += 1
-    _require(path, range(rows), 0, "prompts")
+    _require(path, range(rows), 0, "prompts")  # the range stands for the rows, which are not kept
 
 
 def check_demonstrations(path: str | Path, options: DataConfig, response_key: str) -> None:
-    """Check the first rows of a file of demonstrations, without a tokenizer. Raises DataError."""
+    """Check the first `CHECKED_ROWS` rows of a file of demonstrations, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
         if columns.ids(where, row) is None:  # it has checked a row that holds ids
@@ -228,7 +231,7 @@ def read_demonstrations(
     responses: list[list[int]] = []
     for start in range(0, len(texts), TOKENIZER_BATCH):
         batch = [response for _, response in texts[start : start + TOKENIZER_BATCH]]
-        responses += following(tokenizer, batch)
+        responses += tokenize_continuations(tokenizer, batch)
     samples = []
     for i, (text, answer) in enumerate(texts):
         if i in with_ids:
@@ -254,6 +257,8 @@ def without_prompts(
     rows: Sequence[Sample], held_out: int, seed: int, path: str | Path
 ) -> tuple[list[Sample], list[Sample]]:
     """Split off all rows of `held_out` prompts, which `seed` chooses: (rows to train on, rows to evaluate on).
+
+    A resumed run chooses the same prompts only if seed, rows and their order are the same.
 
     Two rows have the same prompt if its tokens are equal. Raises DataError if no prompt is left to train on.
     """
@@ -301,7 +306,12 @@ def _summary(path: str | Path, what: str, rows: Sequence[Any], dropped: int, lon
 
 
 def _require(path: str | Path, kept: Sequence[Any], dropped: int, what: str) -> None:
-    """Raise DataError if no row is left; `dropped` were too long."""
+    """Raise DataError if no row is left.
+
+    kept     the rows that are left, of which only the number counts
+    dropped  number of rows that were too long
+    what     the rows in the message, such as "prompts of at most 100 tokens"
+    """
     if not kept:
         reason = f"all {dropped} rows are longer" if dropped else "the file has no rows"
         raise DataError(f"{path}: no {what}; {reason}")

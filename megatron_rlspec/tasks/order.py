@@ -26,7 +26,7 @@ class Order:
     that it has already. That row is put off: it is in `late`, and comes first in the next step. `restore(state)`
     continues exactly at the place of `state()`, also within an epoch.
 
-    size      number of rows, at least one
+    size      number of rows, at least one; indices are from 0
     epoch     from 0
     position  in the epoch, of the row that is next after those in `late`
     late      rows that were put off, oldest first
@@ -42,7 +42,10 @@ class Order:
     _permutation: tuple[int, list[int]] = (-1, [])
 
     def take(self, count: int, beside: Iterable[int] = ()) -> list[int]:
-        """Return the next `count` indices of a step that has the rows `beside` already."""
+        """Return the next `count` indices of a step that has the rows `beside` already.
+
+        A second call for the same step must have the rows of the first among `beside`, or may repeat them.
+        """
         taken: list[int] = []
         in_step = set(beside)
         while len(taken) < count:
@@ -73,7 +76,10 @@ class Order:
         return place | {"seed": self.seed, "size": self.size}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue at the place of `state`. Raises DataError for another seed or dataset size."""
+        """Continue at the place of `state`. Raises DataError for another seed or dataset size.
+
+        Another `shuffle` is not noticed: the place is then one in the other order.
+        """
         for name, now in (("size", self.size), ("seed", self.seed)):
             if (was := state[name]) != now:
                 raise DataError(f"cannot resume the data order: {name} was {was}, but is {now} now")

@@ -56,8 +56,8 @@ def final_answer(text: str) -> str:
 def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -> float:
     """Return 1 if response and label, or the final answers of both, are equal character by character; else 0.
 
-    A response that ends in `#` has no final answer. With the label "true" or "false", the response's case is ignored. A
-    label can accept several texts (`accepted`).
+    A response that ends in `#` has no final answer. With the label "true" or "false", but not with a list of them, the
+    response's case is ignored. A label can accept several texts (`accepted`).
     """
     if label in ("true", "false"):
         response = response.lower()
@@ -70,7 +70,10 @@ def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -
 
 
 def accepted(label: str) -> list[str]:
-    """Return the texts that a label accepts: each of a JSON list of texts, else the label itself."""
+    """Return the texts that a label accepts: each of a JSON list of texts, else the label itself.
+
+    `columns.label` writes such lists; they begin with `["`.
+    """
     if label.startswith('["'):
         with suppress(ValueError):  # no JSON: an ordinary label
             texts = json.loads(label)
@@ -195,7 +198,10 @@ class _Channel:
         return self._waiting.get()
 
     def answer(self, task: str, **content: Any) -> None:
-        """Send the answer to the task with this id. Raises OSError if the trainer has closed the socket."""
+        """Send the answer to the task with this id. Raises OSError if the trainer has closed the socket.
+
+        The trainer reads at most 64 KiB of a message (`rewards._Worker._answer`), so `content` must stay far below.
+        """
         self.leave_if_forked()
         self._answers.send(json.dumps({"id": task, **content}).encode())
 
@@ -241,6 +247,7 @@ def _work(kind: str, channel: _Channel) -> None:
 
 
 def main() -> None:
+    """Run the worker. `rewards._Worker._start` gives the reward's kind and the socket's descriptor as arguments."""
     kind = sys.argv[1]
     answers = socket.socket(fileno=int(sys.argv[2]))
     answers.set_inheritable(False)

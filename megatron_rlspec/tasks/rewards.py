@@ -38,11 +38,15 @@ STOP_SECONDS = 5.0  # for a worker that ends by itself
 class Scorer:
     """Compute rewards with `options.workers` workers. `close`, or leaving the `with` block, ends them.
 
+    The constructor waits until every worker has imported the reward, up to `START_SECONDS` each.
+
     `options.kind` is one of
-    exact            1 if `Sample.text` equals the label, or if the texts after the last `#` of both are equal; else 0
-    math             1 if math-verify finds text and label equal; else 0
+    exact            1 if text and label, or their final answers (after the last `#`), are equal; else 0. A label can be
+                     a list of texts, and the label true or false ignores case: `reward_worker.exact`
+    math             1 if math-verify finds text and label, or one of the label's list of texts, equal; else 0
     module:function  called as function(prompt=..., response=..., label=..., metadata=...), and with response_tokens (a
-                     list of ids) and truncated (bool) if its signature names them. Imported from the working directory.
+                     list of ids) and truncated (bool) if its signature names them. Imported from the working directory;
+                     `FILE.py:function` names one, too.
                      It returns a number, or {"reward": number, NAME: number, ...}, whose other parts are recorded
 
     Raises ConfigError for a function that cannot be imported or takes other arguments.
@@ -119,7 +123,9 @@ class Scorer:
 class Scoring:
     """The rewards of one rollout: `add` begins with a sample's, `finish` waits for all.
 
-    waited  seconds that `finish` took
+    Threads may call `add`, but not for the same sample twice: the reward would run twice, and set it in any order.
+
+    waited  seconds that the last `finish` took
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -157,7 +163,7 @@ class Scoring:
         """Set the reward of a sample. Returns the reason if it failed."""
         answer = self._scorer._judge(sample)
         sample.reward = answer.get("reward", 0.0)
-        # `failed` and the records read this key; a sample that is scored again must not keep an old one.
+        # `failed` and `records/recorder.py` read this key; a sample that is scored again must not keep an old one.
         sample.metadata.pop("reward_error", None)
         error: str | None = answer.get("error")
         if error is not None:
@@ -178,47 +184,11 @@ def known_rewards(samples: Sequence[Sample]) -> list[float]:
 
 
 class RewardError(RuntimeError):
-    """A reward failed, or too many steps in a row had failed rewards only.
+    """A reward failed, or too many steps in a row had failed rewards only. The message is one line.
 
-    The message is one line: why the reward failed, or why the first one of the last step did.
+    `_Worker` raises it for one reward: `Scorer._judge` makes it {"error"}, and `Scorer` a ConfigError. `FailedSteps`
+    (`run/failed_steps.py`) raises it to end the run; `run/rank0.py` catches it.
     """
-
-
-class FailedSteps:
-    """Count the steps in a row in which every reward failed. `most` such steps stop the run; 0 means no limit.
-
-    Before any reward has succeeded, one such step or evaluation stops the run, because the reward itself must be wrong.
-    With most = 0 nothing stops the run.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.count = 0
-        self.succeeded = False  # whether any reward has
-
-    def observe(self, name: str, samples: int, failures: Sequence[str]) -> None:
-        """Count a step, called `name` in messages. Raises RewardError at the limit.
-
-        samples   number of rewards
-        failures  a line for each reward that failed, as `Scorer.score` returns them
-        """
-        if len(failures) < samples:
-            self.count = 0
-            self.succeeded = True
-            return
-        self.count += 1
-        limit = self.most if self.succeeded else min(self.most, 1)  # 0, no limit, stays 0
-        if 0 < limit <= self.count:
-            since = f"for {self.count} steps in a row" if self.succeeded else "and none succeeded"
-            raise RewardError(
-                f"{name}: all {samples} rewards failed, {since} (train.max_bad_steps={self.most}); "
-                f"the first: {failures[0]}"
-            )
-
-    def observe_evaluation(self, name: str, samples: int, failures: Sequence[str]) -> None:
-        """Count an evaluation as a step, but only while no reward has succeeded yet."""
-        if not self.succeeded:
-            self.observe(name, samples, failures)
 
 
 class _Worker:
@@ -310,6 +280,8 @@ class _Worker:
     def _stop_if_late(self, deadline: float) -> None:
         """Raise RewardError after an interruption, or past `deadline`. In the second case the worker is killed."""
         if self._interrupted.is_set():
+            # The worker lives on until `Scorer.close`. Nobody reads its late answer: the event stays set, so every
+            # later call of `_answer` ends here.
             raise RewardError("the run was interrupted")
         if time.monotonic() >= deadline:
             self.stop()

@@ -1,6 +1,7 @@
 """Read the rows of JSON and Parquet files, and of data sets on the Hub.
 
-A row is a dict of columns, whose values are checked in `columns.py`. Rows are yielded one by one as they are read.
+A row is a dict of columns, whose values are checked in `columns.py`. Rows are yielded one by one as they are read (a
+JSON array is read whole). So an error in a file is raised only when the caller reaches it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def read_rows(source: str | Path) -> Rows:
             the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE. The name of
             an existing file is not split at commas
 
-    Raises DataError, and FileError for what is no JSON.
+    Raises DataError, and FileError for what is no JSON; nothing before the first row is taken.
     """
     for file in _files(str(source)):
         # None: a data set on the Hub
@@ -77,6 +78,7 @@ def _hub_rows(source: str) -> Rows:
 
 
 def _jsonl_rows(path: Path) -> Rows:
+    """Read one row on each line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
@@ -117,6 +119,7 @@ def _json_rows(path: Path) -> Rows:
 
 
 def _parquet_rows(path: Path) -> Rows:
+    """Read the rows of a Parquet file, batch by batch."""
     # imported only for a Parquet file
     import pyarrow
     import pyarrow.parquet

@@ -78,9 +78,9 @@ def test_a_run_is_refused_because_of_what_it_needs_only(state, says, monkeypatch
         lambda names: [doctor.ProjectLine(n, state if n == "sglang" else "fits", "x is gone") for n in names],
     )
     with pytest.raises(ConfigError, match=says) as refused:
-        doctor.refuse_if_affected(starts_sglang=True)
+        doctor.check_versions(starts_sglang=True)
     assert 'rollout.engine="sglang"' in str(refused.value)
-    doctor.refuse_if_affected(starts_sglang=False)
+    doctor.check_versions(starts_sglang=False)
 
 
 @pytest.mark.parametrize(("words", "heavy"), [(["--help"], "torch pydantic numpy"), (["train"], "torch")])

@@ -40,5 +40,5 @@ def test_slimes_accept_length_counts_delivered_tokens(monkeypatch, tmp_path):
     learning = SimpleNamespace(state=dict)
     after = SimpleNamespace(after_rollout=lambda urls, delivered: seen.append(delivered) or {}, learning=learning)
     monkeypatch.setattr(rollout, "_speculation", after)
-    rollout.after(SimpleNamespace(rlspec={"folder": tmp_path}), [], rollout.flat([[sample], [[sample]]]))
+    rollout.after_rollout(SimpleNamespace(rlspec={"folder": tmp_path}), [], rollout.flat([[sample], [[sample]]]))
     assert seen == [pytest.approx((6 - 1) / 3)]

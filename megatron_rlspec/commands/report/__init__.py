@@ -29,7 +29,7 @@ TILES = {
     "rollout/response_length": "response length",
 }
 LAST_SHARE = 0.1  # of the steps, over which the tiles take their means
-LAST_LEAST = 5  # of those steps
+LAST_LEAST = 5  # least number of these steps
 
 
 class Tile(NamedTuple):
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def render(run: Run) -> str:
-    """Return the page of a run."""
+    """Return the page of a run that has at least one step. The names of the values are those in page.html.j2."""
     import jinja2
 
     script = (HERE / "page.js").read_text()
@@ -145,6 +145,7 @@ def _unusual(run: Run) -> list[tuple[Tile, Metric]]:
     for key in sorted(set().union(*run.steps)):
         metric = metric_names.find(key)
         tile = _tile(run, key)
+        # None: the metric states no normal values
         if metric and tile and metric.is_normal(tile.mean) is False:
             unusual.append((tile, metric))
     return unusual

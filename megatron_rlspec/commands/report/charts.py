@@ -69,7 +69,10 @@ class DrawnChart:
 
 
 def lines(series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
-    """Draw lines over steps. Of many steps every n-th is drawn, the newest among them."""
+    """Draw lines over steps. Of many steps every n-th is drawn, the newest among them.
+
+    series  at least one; each has at least one point, in the order of steps
+    """
     with matplotlib.rc_context(STYLE):
         figure, axes = _empty()
         for line in series:
@@ -84,7 +87,10 @@ def lines(series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
 
 
 def bars(series: Sequence[Series]) -> str:
-    """Draw stacked bars over steps. Many steps share a bar, which then is their mean."""
+    """Draw stacked bars over steps. Many steps share a bar, which then is their mean.
+
+    series  from the bottom to the top, with at least one point in all; a step that one of them lacks counts as 0 there
+    """
     steps = sorted({x for part in series for x, _ in part.points})
     groups = np.array_split(steps, min(len(steps), MOST_BARS))
     edges = [group[0] - 0.5 for group in groups]

@@ -1,4 +1,4 @@
-"""Which charts a report has: from the records of a run to drawings."""
+"""Which charts a report has (`CHARTS`), and their values from the records of a run. `charts.py` draws them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ CHARTS = (
 
 
 def of_run(run: Run) -> list[DrawnChart]:
-    """Return every chart of the run whose values are not all equal, the most asked for first."""
+    """Return every chart of the run whose values are not all equal, in the order of `CHARTS`."""
     drawings = []
     for chart in CHARTS:
         series = _series(run.steps, chart.keys)
@@ -126,7 +126,7 @@ def of_run(run: Run) -> list[DrawnChart]:
 
 
 def varies(series: Sequence[Series]) -> bool:
-    """Return whether a value of a series changes from step to step, or there is one step only."""
+    """Return whether the values of a series differ, or a series has one point only; False without any series."""
     for line in series:
         values = {value for _, value in line.points}
         if len(values) > 1 or len(line.points) == 1:
@@ -164,6 +164,7 @@ def evaluations(events: Records, field: str) -> list[Mark]:
         error = 0.0
         if field == "reward":
             error = 1.96 * event["reward_std"] / math.sqrt(event["samples"])
+        # An event's step is the number of steps done, as is the step of `points_of`, which adds 1 to a record's.
         mark = Mark(event["step"], value, value - error, value + error)
         marks[event.get("set", ""), mark.x] = mark
     return list(marks.values())

@@ -18,7 +18,12 @@ Record = dict[str, Any]
 class Run:
     """The records of a run; docs/runs.md lists the fields.
 
+    name      the last two parts of the run directory's path
+    steps     metrics.jsonl
+    events    events.jsonl
+    samples   samples.jsonl
     starts    lines of process.jsonl, which say how the run was started
+    config    config.json; {} without the file
     """
 
     name: str
@@ -40,7 +45,7 @@ class Run:
 
 
 def options_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return `section.key` -> value as text, of nested tables."""
+    """Return `section.key` -> value as text, of nested tables. Lists are written with ", " between their parts."""
     options: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -36,8 +36,10 @@ def slime_objective(options: Options, args: Any) -> DrafterObjective:
     )
 
 
-class Adopted(MTPDrafter):
-    """A drafter around the MTP layer of slime's model, for depths above 1: chain-exact, with grouped-query attention.
+class AdoptedMTP(MTPDrafter):
+    """A drafter around the MTP layer of slime's model, for depths above 1, with grouped-query attention.
+
+    In training a depth reads the keys and values that a chain of drafts would have in an engine.
 
     It shares the layer's parameters. `__init__` does not call `MTPDrafter`'s, which would build another layer.
     """
@@ -54,7 +56,11 @@ class Adopted(MTPDrafter):
 
 
 class SlimeMTP(DrafterTraining):
-    """The MTP layers of slime's model: frozen while slime wraps it into DDP."""
+    """The MTP layers of slime's model: frozen while slime wraps it into DDP.
+
+    Make it right after the model is built, before slime wraps that; call `thaw` once slime has loaded a checkpoint
+    (`hooks.py` does both).
+    """
 
     def __init__(
         self, model: GPTModel, options: Options, args: Any, hf_config: Mapping[str, Any]
@@ -86,7 +92,7 @@ class SlimeMTP(DrafterTraining):
             attention.core_attention = PackedAttention(
                 attention.config, attention.layer_number, attention.attn_mask_type, "self"
             )
-        return Adopted(self.model, self._zero_first_embedding, self._rope)
+        return AdoptedMTP(self.model, self._zero_first_embedding, self._rope)
 
     def on_hidden(
         self, hidden: Tensor, fields: DrafterFields, given: Mapping[str, Any] | None = None

@@ -18,7 +18,7 @@ from megatron_rlspec.conversion import drafter_files
 from megatron_rlspec.conversion.eagle3 import check_drafter
 from megatron_rlspec.cotrainer.drafter import DrafterBeside
 from megatron_rlspec.integrations.slime.drafter import slime_objective
-from megatron_rlspec.integrations.slime.engines import described
+from megatron_rlspec.integrations.slime.engines import hf_config_of
 from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.models.config import DRAFTER
 from megatron_rlspec.models.hf_files import publish
@@ -35,7 +35,7 @@ class SlimeEagle3(DrafterBeside):
 
     def __init__(self, model: GPTModel, options: Options, args: Namespace) -> None:
         path = options.drafter.path
-        hf_config = described(args.hf_checkpoint, path)
+        hf_config = hf_config_of(args.hf_checkpoint, path)
         check_drafter(path, hf_config, args.hf_checkpoint)
         # With --offload-train a push comes while this process's GPU memory is given away. Pushes then read a copy of
         # the weights on the host.
@@ -73,7 +73,10 @@ class SlimeEagle3(DrafterBeside):
         self._copies = {name: p.detach().cpu() for name, p in parameters.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of all that a push sends, on every rank and on its device; collective."""
+        """Yield (name, full tensor) of all that a push sends, on every rank and on its device.
+
+        Collective: every rank must read the iterator to its end.
+        """
         parts = self._copies or shards.global_names(self.block, self.model.config)
         device = next(self.model.parameters()).device
         return shards.whole(self.table, parts, self.model.config, device)
@@ -91,5 +94,5 @@ class SlimeEagle3(DrafterBeside):
         publish(built, target, replace=True)
 
     def read(self, folder: Path) -> None:
-        """Load the weights that `write` wrote, of a checkpoint without moments."""
+        """Load the weights that `write` wrote, of a checkpoint without moments; the optimizer's state begins anew."""
         self.load(drafter_files.read_drafter(folder / HF_DRAFTER))

@@ -73,7 +73,7 @@ def after_push(
     is_drafter: Callable[[str], bool],
     push_again: Callable[[], Fingerprints] | None = None,
 ) -> dict[str, float]:
-    """Check that every engine reports `version` and holds exactly what was `sent`; otherwise push once more.
+    """Check that every engine reports `version` and holds exactly what was `sent`; otherwise push once more, if it can.
 
     Some engines cannot report what they hold: drafters of families that `served_weights.py` has no names for, and
     quantised weights, which engines re-pack. Then the loaders of both models must have been given what was sent.
@@ -104,8 +104,10 @@ def after_push(
     return verdict.metrics()
 
 
-def described(hf_checkpoint: str, eagle3: str = "") -> dict[str, Any]:
+def hf_config_of(hf_checkpoint: str, eagle3: str = "") -> dict[str, Any]:
     """Return config.json of a policy, with that of its EAGLE-3 drafter under `DRAFTER`, if there is one.
+
+    Raises OSError if a directory has no config.json.
 
     hf_checkpoint  the policy's directory
     eagle3         the drafter's directory; "" without one
@@ -119,12 +121,14 @@ def described(hf_checkpoint: str, eagle3: str = "") -> dict[str, Any]:
 
 @cache
 def drafter_test(hf_checkpoint: str, eagle3: str = "") -> Callable[[str], bool]:
-    """Return a function that tells whether a tensor is the drafter's. Without a name table, none is.
+    """Return a function that tells whether a tensor is the drafter's, by its name in the checkpoint.
 
-    eagle3  directory of an EAGLE-3 drafter, which then is the drafter
+    Without a name table for the family, none is. The directories are read once a process: the result is cached.
+
+    eagle3  directory of an EAGLE-3 drafter, which then is the drafter; "" without one
     """
     try:
-        names = drafter_names(described(hf_checkpoint, eagle3))
+        names = drafter_names(hf_config_of(hf_checkpoint, eagle3))
     except ValueError:
         names = frozenset()
     return names.__contains__

@@ -31,7 +31,7 @@ from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.batch import micro_batch, trained_tokens
 from megatron_rlspec.integrations.slime.drafter import SlimeMTP
 from megatron_rlspec.integrations.slime.eagle3 import SlimeEagle3
-from megatron_rlspec.integrations.slime.engines import described
+from megatron_rlspec.integrations.slime.engines import hf_config_of
 from megatron_rlspec.integrations.slime.options import Options
 from megatron_rlspec.integrations.slime.refusals import HIDDEN_MTP
 from megatron_rlspec.integrations.slime.seeds import sampling_seed
@@ -46,13 +46,16 @@ _prediction: Prediction | None = None  # of all steps so far on this rollout's s
 
 
 def init(args: Namespace) -> None:
-    """Install our wrappers (`--custom-megatron-init-path`), after the user's own function."""
+    """Install our wrappers (`--custom-megatron-init-path`), after the user's own function.
+
+    Call it once in a process: a second call would wrap the wrappers.
+    """
     options = Options.from_args(args)
     # No MTP loss of slime: the drafter has a loss and a step of its own.
     args.enable_mtp_training = False
     # Before ours: functions of slime that it replaces are then wrapped below.
-    if users := options.user_functions.get("--custom-megatron-init-path"):
-        load_function(users)(args)
+    if user_init := options.user_functions.get("--custom-megatron-init-path"):
+        load_function(user_init)(args)
     slime_model.load_checkpoint = _after(slime_model.load_checkpoint, _thaw)
     slime_model.save_checkpoint = _after(slime_model.save_checkpoint, _save)
     slime_model.get_batch = _with_fields(slime_model.get_batch)
@@ -74,15 +77,15 @@ def model_provider(
     global _drafter
     args = get_args()
     options = Options.from_args(args)
-    users = options.user_functions.get("--custom-model-provider-path")
+    user_provider = options.user_functions.get("--custom-model-provider-path")
     # With our own path in it, slime's function would call this one again.
-    without_ours = Namespace(**{**vars(args), "custom_model_provider_path": users})
+    without_ours = Namespace(**{**vars(args), "custom_model_provider_path": user_provider})
     build = slime_provider._get_model_provider_func(without_ours, "actor")
     model = build(pre_process=pre_process, post_process=post_process)
     if options.drafter.kind == "eagle3":
         _drafter = SlimeEagle3(model, options, args)
     elif getattr(model, "mtp_process", False):
-        _drafter = SlimeMTP(model, options, args, described(args.hf_checkpoint))
+        _drafter = SlimeMTP(model, options, args, hf_config_of(args.hf_checkpoint))
     elif post_process:  # the last pipeline stage must have the MTP layer; the others have none
         raise ValueError(f"{type(model).__name__} {HIDDEN_MTP}")
     return model
@@ -188,7 +191,10 @@ def _layout(args: Namespace) -> dict[str, Any]:
 
 
 def _with_fields(get_batch: Callable) -> Callable:
-    """Return slime's `get_batch`, which also gives the drafter what it learns from in the forward pass that follows."""
+    """Return slime's `get_batch`, which also gives the drafter what it learns from in the forward pass that follows.
+
+    That pass must follow: the drafter takes what was added in the order of the passes (`DrafterTraining.add`).
+    """
 
     @functools.wraps(get_batch)
     def wrapped(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -261,7 +267,10 @@ def _write_prediction(step: Mapping[str, Any]) -> None:
 
 
 def _after(function: Callable, then: Callable) -> Callable:
-    """Return `function`, whose result `then` gets, with the same arguments behind it; returns what `then` returns."""
+    """Return a function that calls `function`, and then `then` with its result and the same arguments.
+
+    It returns what `then` returns.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """`rlspec slime -- COMMAND`: run slime's own command line with a trained drafter and speculating engines.
 
-Hook paths, SGLang flags and environment are added and printed; the user's own settings stay. Without `rlspec slime` in
+Hook paths, SGLang flags and environment are added and printed; the user's functions are called by ours, and other
+flags of the user stay. Without `rlspec slime` in
 front, the command runs slime unchanged. This file imports nothing of slime: the command may run on another machine.
 `plan.py` decides what is added, and `refusals.py` what is refused; this file puts it into the command and runs that.
 """
@@ -29,7 +30,7 @@ from megatron_rlspec.integrations.slime.plan import ADAPTIVE, Additions, plan
 
 DRIVERS = ("train.py", "train_async.py")
 # Options of section [drafter] that act inside slime.
-DRAFTER = (
+DRAFTER_OPTIONS = (
     *("kind", "path", "train"),
     *("depth", "loss", "depth_decay", "lr", "warmup_steps"),
 )
@@ -40,6 +41,7 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # read by `ray.init`
 
 
 def parser() -> arguments.Parser:
+    """Return the parser of the words before `--`."""
     p = arguments.Parser(
         prog="rlspec slime",
         usage="rlspec slime [options] -- python train.py …, or ray job submit …",
@@ -48,7 +50,7 @@ def parser() -> arguments.Parser:
         example="rlspec slime -- python train.py --sglang-speculative-algorithm NEXTN ...",
         first=("--candidate-steps", "--folder", "--dry-run"),
     )
-    for name in DRAFTER:
+    for name in DRAFTER_OPTIONS:
         option = DrafterConfig.model_fields[name]
         p.add_argument(
             f"--drafter.{name}", dest=name, help=f"{option.description} ({option.default})"
@@ -77,7 +79,7 @@ def parser() -> arguments.Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what is added, then replace this process by the completed command; with --dry-run only print.
 
-    Writes the files of `complete` in both cases. Raises ConfigError.
+    Writes the files of `complete` in both cases. Returns only with --dry-run. Raises ConfigError.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     split = argv.index("--") if "--" in argv else len(argv)
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--drafter.kind eagle3: SGLang 0.5.15.post1 has no EAGLE-3 drafters; SGLang 0.5.23 has them, and "
                 "needs torch 2.14.1 and CUDA 13"
             )
-        added.environment |= refusals.refuse_unfit_eagle3(user_flags, drafter.path)
+        added.environment |= refusals.check_eagle3(user_flags, drafter.path)
     completed = complete(command, added, Path(options.folder).absolute())
     _print_additions(added)
     if options.dry_run:
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _drafter_section(options: argparse.Namespace) -> DrafterConfig:
     """Return section [drafter] of the options; what is not given has its default. Raises ConfigError."""
     given = {}
-    for name in DRAFTER:
+    for name in DRAFTER_OPTIONS:
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
     if given.get("path"):  # slime's processes may have another working directory
@@ -147,14 +149,15 @@ def driver_index(command: Sequence[str]) -> int:
 def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str]:
     """Return the whole command with `added` in it; write the YAML and JSON files that it names into `folder`.
 
-    Added flags come last: of a repeated flag slime takes the last one. The user's own --custom-config-path is read, and
+    Added flags come last: of a repeated flag slime takes the last one. Two commands that run at once need two folders:
+    both would write the same files. The user's own --custom-config-path is read, and
     a file with all its entries and ours takes its place.
     """
     split = driver_index(command) + 1
     slime_arguments = list(command[split:])
     folder.mkdir(parents=True, exist_ok=True)
-    users_file = read_flags(slime_arguments).get(CONFIG)
-    settings = _read_yaml(users_file) if users_file else {}
+    user_file = read_flags(slime_arguments).get(CONFIG)
+    settings = _read_yaml(user_file) if user_file else {}
     settings["rlspec"] = {**added.settings, "folder": str(folder)}
     file = folder / "slime.yaml"
     file.write_text(yaml.safe_dump(settings))
@@ -164,7 +167,7 @@ def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str
         adaptive.write_text(json.dumps(added.adaptive))
         flags += [f"{ADAPTIVE}-config", str(adaptive)]
     head = list(command[:split])
-    if "submit" in head:
+    if "submit" in head:  # `ray job submit`
         head = _with_runtime(head, added.environment)
     return [*head, *slime_arguments, *flags]
 

@@ -51,7 +51,7 @@ MAX_BATCH = (
 class Additions:
     """What is added to a command.
 
-    flags        words for slime's driver, after the user's own
+    flags        words for slime's driver, after the user's own, which they replace where a flag is repeated
     settings     `args.rlspec` (`options.Options`), without the folder, which `launch.complete` adds
     environment  variables of all processes
     adaptive     content of the file of --sglang-speculative-adaptive-config; empty: no such file
@@ -79,10 +79,11 @@ def plan(
     """Decide what to add to `arguments`, which follow slime's driver.
 
     drafter          section [drafter]; a depth that is not set follows from the attention
-    candidate_steps  that the engines may choose from; None: the default, or one number if SGLang cannot adapt it
+    candidate_steps  numbers of drafts a round that the engines may choose from; None: the default, or one number if
+                     SGLang cannot adapt it
     verifier         None: position_keyed, which gives each sample a seed, where the engines can do it
 
-    Raises ConfigError if slime's own flags contradict it.
+    Raises ConfigError if slime's own flags contradict one of these, or cannot be run with a drafter (`refusals.py`).
     """
     user_flags = read_flags(arguments)
     refusals.refuse(user_flags, drafter)
@@ -112,7 +113,10 @@ def plan(
 
 
 def _add_functions(added: Additions, user_flags: Flags) -> None:
-    """Put our functions in place of the user's. Ours call the user's, which `options.user_functions` names."""
+    """Put our functions in place of the user's. Ours call the user's, which `Options.user_functions` names.
+
+    Our flags are added although the user's command has them: they come last, and slime takes the last one.
+    """
     user_functions = {}
     for flag, function in FUNCTIONS.items():
         if user_flags.get(flag):
@@ -149,20 +153,20 @@ def _starting_steps(user_flags: Flags, candidate_steps: Sequence[int] | None) ->
 def _candidates(candidate_steps: Sequence[int] | None, start: int, fixed: str) -> list[int]:
     """Return the draft steps that engines may choose from, ascending, `start` among them. Raises ConfigError.
 
-    fixed  of `_why_fixed`
+    fixed  `_why_fixed`: why the engines cannot change the number; "" if they can
     """
     if candidate_steps is None:
         return [start] if fixed else sorted({*SpecSection().candidate_steps, start})
-    shown = ",".join(map(str, candidate_steps))
+    listed = ",".join(map(str, candidate_steps))
     if fixed and len(candidate_steps) > 1:
-        raise ConfigError(f"--candidate-steps {shown}: {fixed}; give one number")
+        raise ConfigError(f"--candidate-steps {listed}: {fixed}; give one number")
     if not any(candidate_steps):
         raise ConfigError(
             "--candidate-steps 0 never drafts; run slime without rlspec, or give another number"
         )
     if start not in candidate_steps:
         raise ConfigError(
-            f"--candidate-steps {shown}: expected {start} among them, the steps at the start ({NUM_STEPS})"
+            f"--candidate-steps {listed}: expected {start} among them, the steps at the start ({NUM_STEPS})"
         )
     return sorted(candidate_steps)
 
@@ -206,7 +210,10 @@ def _depth(user_flags: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
 
 
 def _captured_graphs(user_flags: Flags, candidates: Sequence[int]) -> dict[str, Any]:
-    """Return the content of SGLang's adaptive file: from each batch size on, the step counts to capture graphs for."""
+    """Return the content of SGLang's adaptive file: from each batch size on, the step counts to capture graphs for.
+
+    SGLang reads the keys as batch sizes (`speculation/graphs.py`, `slots`).
+    """
     gpus = whole_number(user_flags.get("--rollout-num-gpus-per-engine")) or 1
     max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
     for flag in reversed(MAX_BATCH):

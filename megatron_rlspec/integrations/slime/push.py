@@ -46,6 +46,8 @@ _sent: dict[str, int] | None = None
 def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
     """Replace `update_weights` of the updater that `args` select, and fingerprint tensors where it has them.
 
+    Call it once in a process: it changes slime's classes, and a second call would wrap the wrappers.
+
     `eagle3`: further full tensors that every push sends after slime's, on every rank; collective.
     """
     iterator = HfWeightIteratorDirect
@@ -77,12 +79,12 @@ def checked(update_weights: Callable) -> Callable:
 
     @functools.wraps(update_weights)
     def wrapped(updater: Any) -> None:
-        before = updater.weight_version
+        version_before = updater.weight_version
         sent = _push(update_weights, updater)
 
         def export_again(scope: Scope) -> Any:
             # `update_weights` adds 1. The same weights must get the same version.
-            updater.weight_version = before
+            updater.weight_version = version_before
             return _push(update_weights, updater).items()
 
         metrics: list[Any] = [None]
@@ -128,7 +130,10 @@ def _noting_for_driver(update_weights: Callable) -> Callable:
 
 
 def _push(update_weights: Callable, updater: Any) -> dict[str, int]:
-    """Push once, collectively. Returns the fingerprints of what all ranks sent on rank 0, {} on the others."""
+    """Push once, collectively. Returns the fingerprints of what all ranks sent on rank 0, {} on the others.
+
+    Where two ranks fingerprinted one name, the higher rank's counts.
+    """
     global _sent
     local: dict[str, int] = {}
     _sent = local  # `_note` fills it while `update_weights` sends

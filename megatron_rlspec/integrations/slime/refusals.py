@@ -1,6 +1,7 @@
 """What `rlspec slime` refuses in a slime command line, each in one line, before anything starts.
 
-`plan.py` calls these functions; `launch.py` calls the last one.
+`plan.py` calls `refuse`, and asks `attention_ranks` and `why_not_keyed`, which refuse nothing. `launch.py` calls
+`check_eagle3`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ HIDDEN_MTP = (
 _NEVER_RUN = "never run with a drafter that is trained"
 _STAGES = "virtual pipeline stages are not supported with a drafter"
 _LOSSY = "accepts tokens the policy would not draw"
-# A flag of slime -> the values that it may have, and why not others. Without values, the flag may not be given.
+# A flag of slime -> the values that it may have, and why not others. Without values, the flag may not be given. Values
+# are compared as texts: 1.00 is refused where 1.0 is allowed.
 Limits = dict[str, tuple[tuple[str, ...], str]]
 LIMITS: Limits = {
     "--prefill-num-servers": (("0",), APART),
@@ -67,13 +69,16 @@ EAGLE3_LIMITS: Limits = {
 
 
 def refuse(user_flags: Flags, drafter: DrafterConfig) -> None:
-    """Raise ConfigError for flags of slime that this drafter cannot be trained or served with."""
+    """Raise ConfigError for flags of slime that this drafter cannot be trained or served with.
+
+    A file of --sglang-config that this machine does not have is not checked.
+    """
     of_kind = EAGLE3_LIMITS if drafter.kind == "eagle3" else MTP_LIMITS
     for flag, (values, why) in {**LIMITS, **of_kind}.items():
         if flag in user_flags and user_flags[flag] not in values:
             remedy = f"set {values[0]}" if values else REMOVE
-            shown = f"{flag} {user_flags[flag]}" if user_flags[flag] else flag
-            raise ConfigError(f"{shown}: {why}; {remedy}")
+            given = f"{flag} {user_flags[flag]}" if user_flags[flag] else flag
+            raise ConfigError(f"{given}: {why}; {remedy}")
     # slime's file of engine groups. A group of prefill engines is found in the text of the parsed YAML, at any depth.
     engines = Path(user_flags.get("--sglang-config") or "")
     if engines.is_file() and "'worker_type': 'prefill'" in str(yaml.safe_load(engines.read_text())):
@@ -84,7 +89,7 @@ def refuse(user_flags: Flags, drafter: DrafterConfig) -> None:
 
 
 def _refuse_expert_copies(user_flags: Flags) -> None:
-    """Refuse experts that are split otherwise than the rest of the model, without expert parallelism.
+    """Raise ConfigError if experts have another tensor-parallel size than the model, without expert parallelism.
 
     Megatron sums the gradients of experts over the experts' own replicas only under expert parallelism. Without it,
     copies of one expert would learn from different tokens.
@@ -111,7 +116,10 @@ def attention_ranks(user_flags: Flags) -> str:
 
 
 def why_not_keyed(user_flags: Flags) -> str:
-    """Return why the engines of this command cannot sample by a seed for each sample; "" if they can."""
+    """Return why these engines cannot run the verifier position_keyed; "" if they can.
+
+    position_keyed gives each sample a seed.
+    """
     flag = attention_ranks(user_flags)
     if flag:
         return f"position_keyed was never run with {flag}"
@@ -122,7 +130,7 @@ def why_not_keyed(user_flags: Flags) -> str:
     return ""
 
 
-def refuse_unfit_eagle3(user_flags: Flags, drafter_path: str) -> dict[str, str]:
+def check_eagle3(user_flags: Flags, drafter_path: str) -> dict[str, str]:
     """Raise ConfigError if the EAGLE-3 drafter does not fit the policy of --hf-checkpoint.
 
     Returns the environment variables that its engines need. Where this machine does not have the policy, nothing is

@@ -26,8 +26,8 @@ from megatron_rlspec.integrations.slime import state as slime_state
 from megatron_rlspec.integrations.slime.engines import (
     SlimeEngine,
     after_push,
-    described,
     drafter_test,
+    hf_config_of,
 )
 from megatron_rlspec.integrations.slime.options import Options, rollout_sampling
 from megatron_rlspec.integrations.slime.speculation import SlimeDraftRule
@@ -42,7 +42,8 @@ SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 _speculation: SlimeDraftRule | None = None  # made before the first rollout whose engines answer
 # Version of the last full update through the disk that was checked. Only such updates are checked here.
 _checked_version = 0
-_metrics: dict[str, float] = {}  # since the last log
+# for the next `log_rollout`, which empties it; a later value of a name replaces an earlier one
+_metrics: dict[str, float] = {}
 _prompts: list[list[int]] = []  # token ids of the last rollout's first prompts, for canaries
 
 
@@ -53,16 +54,17 @@ def generate_rollout(
 
     It is the function of `--rollout-function-path` and `--eval-function-path`; arguments and result are slime's.
     """
-    users = Options.from_args(args).user_functions
-    function = users.get("--rollout-function-path", SLIME_ROLLOUT)
+    user_functions = Options.from_args(args).user_functions
+    function = user_functions.get("--rollout-function-path", SLIME_ROLLOUT)
     if evaluation:
-        function = users.get("--eval-function-path", function)
+        # as in slime, which evaluates by the rollout function unless a function for evaluations is given
+        function = user_functions.get("--eval-function-path", function)
     urls = engine_urls(args)
-    before(args, urls, rollout_id)
+    before_rollout(args, urls, rollout_id)
     output = load_function(function)(args, rollout_id, data_source, evaluation)
     if not evaluation:
         samples = list(flat(getattr(output, "samples", output)))
-        after(args, urls, samples)
+        after_rollout(args, urls, samples)
         _prompts[:] = first_prompts(samples, CANARY_PROMPTS)
     elif _speculation is not None:
         _speculation.forget(urls)  # an evaluation's rounds must not count for the next rollout
@@ -90,7 +92,7 @@ def first_prompts(samples: Iterable[Sample], number: int) -> list[list[int]]:
     return [list(prompt) for prompt in prompts]
 
 
-def before(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
+def before_rollout(args: Namespace, urls: Sequence[str], rollout_id: int) -> None:
     """Check what engines hold after an update through the disk; set the engines' rules; run canaries.
 
     In this order: canaries must not ask engines with wrong weights. Raises HealthError if a target may be wrong.
@@ -126,8 +128,11 @@ def _check_disk_update(args: Namespace, urls: Sequence[str], options: Options) -
     _checked_version = push["version"]
 
 
-def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> None:
-    """Learn from this rollout, and save the result for slime's next checkpoint."""
+def after_rollout(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> None:
+    """Learn from this rollout, and save the result for slime's next checkpoint.
+
+    urls  as of `before_rollout`
+    """
     if _speculation is None:
         return
     _metrics.update(_speculation.after_rollout(urls, acceptance.of_samples(samples)))
@@ -138,8 +143,9 @@ def after(args: Namespace, urls: Sequence[str], samples: Iterable[Sample]) -> No
 def make_speculation(
     args: Namespace, urls: Sequence[str], options: Options
 ) -> SlimeDraftRule | None:
-    """Make the run's `SlimeDraftRule`, with what an earlier part of the run has learnt, if its checkpoint has that.
+    """Make the run's `SlimeDraftRule`. A resumed run goes on with what it had learnt.
 
+    That is in `rollouts.json`, which the train ranks copy out of slime's checkpoint (`state.hand_on`).
     Returns None if an engine cannot be reached, or if none can switch its draft steps. Raises ConfigError for an engine
     with another EAGLE-3 drafter.
     """
@@ -161,7 +167,7 @@ def make_speculation(
                 "rlspec: draft steps stay as they are: SGLang adapts none here; its log has the reason"
             )
         return None
-    config = described(args.hf_checkpoint, drafter)
+    config = hf_config_of(args.hf_checkpoint, drafter)
     learning = Learning(
         sorted({config.num_steps for config in configs}),
         Roofline.of_model(config.get("text_config", config)),
@@ -187,7 +193,9 @@ def engine_urls(args: Namespace) -> list[str]:
 def log_rollout(
     rollout_id: int, args: Namespace, samples: Sequence[Sample], extra: Any, seconds: float
 ) -> bool:
-    """Log acceptance by slime's own logging, then call the user's function (`--custom-rollout-log-function-path`).
+    """Log `_metrics` and the accept length by slime's own logging, then call the user's function.
+
+    It is the function of `--custom-rollout-log-function-path`, and so is the user's.
 
     seconds  that the rollout took
 
@@ -202,13 +210,15 @@ def log_rollout(
         logger.info("rollout %d: %s", rollout_id, metrics)
         metrics["rollout/step"] = compute_rollout_step(args, rollout_id)
         logging_utils.log(args, metrics, step_key="rollout/step")
-    users = Options.from_args(args).user_functions.get("--custom-rollout-log-function-path")
-    if users is None:
+    user_functions = Options.from_args(args).user_functions
+    user_log_function = user_functions.get("--custom-rollout-log-function-path")
+    if user_log_function is None:
         return False
-    return bool(load_function(users)(rollout_id, args, samples, extra, seconds))
+    return bool(load_function(user_log_function)(rollout_id, args, samples, extra, seconds))
 
 
 # slime's manager imports this module, as its rollout function, before the first sample is generated. slime's functions
-# in these modules look both names up when they are called, so they call ours from now on.
+# in these modules look both names up when they are called, so they call ours from now on. Not idempotent: a reload of
+# this module would wrap the wrappers, and count every histogram twice.
 Sample.SpecInfo.add = acceptance.with_histogram(Sample.SpecInfo.add)
 sglang_rollout.generate_and_rm = seeds.seeded(sglang_rollout.generate_and_rm)

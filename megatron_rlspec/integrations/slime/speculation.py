@@ -5,7 +5,7 @@
     speculation = SlimeDraftRule(learning, configs)
     speculation.before_rollout(urls, prediction)      set every engine's rule
     speculation.canary(urls, prompts, sampling)       if weights are new
-    speculation.after_rollout(urls)                   learn
+    speculation.after_rollout(urls, delivered)        learn
     speculation.forget(urls)                          instead of `after_rollout`, after an evaluation
 
 All but `forget` return metrics. `urls` are those of slime's engines. An engine that does not answer is left out; slime
@@ -50,7 +50,8 @@ class SlimeDraftRule(DraftRule):
         super().__init__(learning)
         settings = settings or HealthSettings()
         steps = [c.num_steps for c in configs if c.num_steps <= settings.canary_steps]
-        self._chain = SpecConfig(max(steps, default=0))  # of canaries; 0 drafts: no canary runs
+        # of canaries; 0 drafts: no canary runs
+        self._chain = SpecConfig(max(steps, default=0))
         self._canary = Canary(settings)
         self._canary_versions: dict[str, int] = {}  # of the latest canary, by URL
 
@@ -73,8 +74,9 @@ class SlimeDraftRule(DraftRule):
         """Generate a few tokens for each of `prompts` with a fixed chain, before a rollout under new weights.
 
         If an engine's accept length is below its floor (`HealthSettings`), its speculation is disabled until a later
-        push. An engine runs one canary per version, and none while its speculation is disabled. Call it after
-        `before_rollout`. Returns `health/canary_*`; {} if no canary was due or none was answered.
+        push. An engine runs one canary per version, and none while its speculation is disabled. Call it between
+        `before_rollout` and the rollout: it sets the rule again. Returns `health/canary_*`; {} if no canary was due or
+        none was answered.
 
         prompts   token ids
         sampling  of the rollouts

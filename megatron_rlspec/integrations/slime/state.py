@@ -1,6 +1,6 @@
-"""Small files in the folder of `rlspec slime` that slime's train ranks and its RolloutManager exchange.
+"""Small files that slime's train ranks and its RolloutManager exchange, most of them in `Options.folder`.
 
-    prediction.json   the train ranks' prediction of the next rollout's acceptance, read by `rollout.py`
+    prediction.json   the prediction of the next rollout's acceptance: one train rank writes it, `rollout.py` reads it
     rollouts.json     what `rollout.py` has learnt; train ranks copy it into and out of slime's checkpoints
     rlspec-sent.json  in slime's own folder for updates through the disk: version and fingerprints of the last one
 
@@ -22,7 +22,10 @@ SENT = "rlspec-sent.json"
 
 
 def write_prediction(folder: Path, rollout_id: int, prediction: Prediction) -> None:
-    """Write the prediction by training on the samples of rollout `rollout_id`. One rank calls it (`hooks.py`)."""
+    """Write the prediction by training on the samples of rollout `rollout_id`, in place of an earlier one.
+
+    One rank calls it (`hooks.py`).
+    """
     content = {"after_rollout": rollout_id, "sums": prediction.sums()}
     files.write(folder / PREDICTION, json.dumps(content))
 
@@ -60,9 +63,11 @@ def read_rollouts(folder: Path) -> dict[str, Any] | None:
 
 
 def hand_on(source: Path | None, target: Path) -> None:
-    """Copy `rollouts.json` from the folder `source` to `target`; remove the target's if the source has none.
+    """Copy `rollouts.json` from the folder `source` to `target`; remove that of `target` if `source` has none.
 
-    A run that begins anew must not go on with what another one learnt in the same folder.
+    A run that begins anew must not go on with what another one learnt in the same folder. One rank calls it.
+
+    source  a folder of slime's checkpoint at a start, `Options.folder` at a save (`hooks.py`); None: nothing to go on
     """
     if source is not None and (source / ROLLOUTS).exists():
         files.write(target / ROLLOUTS, (source / ROLLOUTS).read_bytes())
