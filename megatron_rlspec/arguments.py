@@ -10,9 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 # Of the short help text, which `--help` prints:
 WIDTH = 80  # columns
-FIRST_TEXT = (
-    60  # most characters of an option's text; its first clause stays whole even if it is longer
-)
+# most characters of an option's text; its first clause stays whole even if it is longer
+FIRST_TEXT = 60
 SHORT = {"INTEGER": "N", "NUMBER": "X"}  # metavars, and what stands for them
 HELP = {"-h", "--help", "--help-all"}  # options that no help text lists
 

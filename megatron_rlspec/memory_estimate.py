@@ -296,7 +296,7 @@ def _page_table_bytes(batch: int, context: int, drafting: Sequence[int]) -> int:
 
 def engine_context(config: Config) -> int:
     """Return the context length that `rollout/start.py` gives an engine, in tokens. It sizes the page tables."""
-    return config.model.max_length + config.spare
+    return config.model.max_length + config.reserved_positions
 
 
 def token_bytes(config: Config, hf_config: Mapping[str, Any], tensor: int = 1) -> int:

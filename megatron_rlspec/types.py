@@ -164,7 +164,9 @@ class Partial:
             sample.response, logprobs, spans, sample.accepted, sample.accepted_spans, sample.draws
         )
 
-    def then(self, more: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int], ...]:
+    def versions_with(
+        self, more: tuple[tuple[int, int, int], ...]
+    ) -> tuple[tuple[int, int, int], ...]:
         """Return `policy_versions` of the whole response.
 
         more  spans of the tokens that follow this partial; the first of them has index 0

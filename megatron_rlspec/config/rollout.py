@@ -109,7 +109,7 @@ class RolloutConfig(Section):
     )
 
     @property
-    def oldest(self) -> int:
+    def max_lag(self) -> int:
         """Return how many versions a token may be older than the policy that trains on it; 0: no older."""
         return self.staleness + self.partial
 

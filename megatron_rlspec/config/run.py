@@ -113,7 +113,7 @@ class Config(Section):
         return bool(weighs and algorithm.tis_clip == 0 and older)
 
     @property
-    def spare(self) -> int:
+    def reserved_positions(self) -> int:
         """Return how many positions at the end of an engine's context cannot hold tokens of a sample.
 
         SGLang reserves one position for each token of a round (1 + drafts), and refuses prompts that end less than six

@@ -66,7 +66,7 @@ def check_model(
     tokenizer          the files of a tokenizer must be there
     trust_remote_code  the tokenizer may be Python code in the directory
     longest            model.max_length in tokens, which must not exceed max_position_embeddings; 0: not checked
-    spare              positions that an engine needs beyond `longest` (`Config.spare`)
+    spare              positions that an engine needs beyond `longest` (`Config.reserved_positions`)
     """
     directory = Path(path)
     if wrong := why_no_checkpoint(directory):

@@ -81,7 +81,7 @@ def micro_batches(
         depth=depth or config.drafter.depth,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch,
         # Without older samples staleness would be 0 everywhere, so the batches do not have it.
-        version=version if config.rollout.oldest and not supervised else None,
+        version=version if config.rollout.max_lag and not supervised else None,
         aggregation="token" if supervised else config.algorithm.aggregation,
         constant_length=config.rollout.max_new_tokens,
         **runtime.placement(),

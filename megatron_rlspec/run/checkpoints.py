@@ -102,7 +102,7 @@ class Saver:
             )
         rollout = self._trainer.config.rollout
         age = drawn.age(state["step"], rollout.partial > 0)
-        if age > rollout.oldest:
+        if age > rollout.max_lag:
             raise CheckpointError(
                 f"rollout.staleness={rollout.staleness} and rollout.partial={rollout.partial}: {path} holds tokens for "
                 f"the next step that are {age:g} versions old; expected these options as in the run that wrote it"

@@ -129,8 +129,8 @@ class Generation:
         def usable(group: Group) -> bool:
             return not self._dynamic or _has_signal(group)
 
-        # The next step trains version step + 2, on tokens that are at most `oldest` versions older.
-        drawing = Drawing(self.begun, options.prompts_per_step, step + 2 - options.oldest, usable)
+        # The next step trains version step + 2, on tokens that are at most `max_lag` versions older.
+        drawing = Drawing(self.begun, options.prompts_per_step, step + 2 - options.max_lag, usable)
         counts["continued_tokens"] = float(_tokens_of_partials(self.begun))
         failures: Failures = []
         ended = 0  # samples

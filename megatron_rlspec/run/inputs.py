@@ -58,7 +58,7 @@ def _check(config: Config, command: Command) -> None:
         config,
         "train",
         drafter=is_mtp and drafter.train and not drafter.fresh,
-        spare=config.spare if generates else 0,
+        spare=config.reserved_positions if generates else 0,
     )
     with_drafter(config, hf_config)
     has_eagle3 = not is_mtp and bool(drafter.path)
@@ -86,7 +86,7 @@ def model_config(config: Config, use: Use, **checks: Any) -> dict[str, Any]:
         use,
         trust_remote_code=config.model.trust_remote_code,
         longest=config.model.max_length,
-        **{"drafter": False, "spare": config.spare} | checks,
+        **{"drafter": False, "spare": config.reserved_positions} | checks,
     )
 
 

@@ -56,7 +56,7 @@ class Records:
         self.bad_steps = 0
         self.why_bad = ""
         self.about: dict[str, float] = {"steps": float(done)}
-        older = config.rollout.oldest > 0
+        older = config.rollout.max_lag > 0
         self.logprob_gap = LogprobGap(config.health.logprob_gap, config.model.dtype, older)
         self._config = config
         self._first = done

@@ -146,7 +146,7 @@ class Rollouts:
         groups = self.newest.groups
         current = step + 1  # the version that trains in this step
         options = self.config.rollout
-        oldest = max(1, current - options.oldest)
+        oldest = max(1, current - options.max_lag)
         samples = samples_of(groups)
         finding = stamp_finding(samples, oldest, current)
         if finding is not None:

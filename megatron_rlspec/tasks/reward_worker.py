@@ -200,7 +200,7 @@ class _Channel:
     def answer(self, task: str, **content: Any) -> None:
         """Send the answer to the task with this id. Raises OSError if the trainer has closed the socket.
 
-        The trainer reads at most 64 KiB of a message (`rewards._Worker._answer`), so `content` must stay far below.
+        The trainer reads at most 64 KiB of a message (`rewards._Worker._receive`), so `content` must stay far below.
         """
         self.leave_if_forked()
         self._answers.send(json.dumps({"id": task, **content}).encode())

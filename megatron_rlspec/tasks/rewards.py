@@ -140,7 +140,7 @@ class Scoring:
         The sample is changed in another thread: read its reward after `finish`, or after the future's result. That is
         the reason if the reward failed, else None.
         """
-        future = self._results[id(sample)] = self._scorer._threads.submit(self._set, sample)
+        future = self._results[id(sample)] = self._scorer._threads.submit(self._set_reward, sample)
         return future
 
     def finish(self, samples: Sequence[Sample]) -> list[str]:
@@ -159,7 +159,7 @@ class Scoring:
         for future in list(self._results.values()):
             future.cancel()
 
-    def _set(self, sample: Sample) -> str | None:
+    def _set_reward(self, sample: Sample) -> str | None:
         """Set the reward of a sample. Returns the reason if it failed."""
         answer = self._scorer._judge(sample)
         sample.reward = answer.get("reward", 0.0)
@@ -207,7 +207,7 @@ class _Worker:
     def await_start(self) -> None:
         """Wait until the reward is imported. Raises RewardError."""
         if not self._ready:
-            self._wants = self._answer(STARTED, START_SECONDS)["wants"]
+            self._wants = self._receive(STARTED, START_SECONDS)["wants"]
             self._ready = True
 
     def ask(self, task: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
@@ -217,16 +217,16 @@ class _Worker:
             self._start()
         self.await_start()
         # User code cannot guess it, and a late answer to an earlier task has another one.
-        name = secrets.token_hex(8)
-        more = {key: extras[key] for key in self._wants}
-        line = json.dumps({"id": name, **task, **more}, default=str).encode() + b"\n"
+        task_id = secrets.token_hex(8)
+        wanted = {key: extras[key] for key in self._wants}
+        line = json.dumps({"id": task_id, **task, **wanted}, default=str).encode() + b"\n"
         assert self._process.stdin is not None
         try:
             while line:  # the pipe has no buffer, and a write can take a part
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
-            raise RewardError(self._ending()) from None
-        return self._answer(name, self.options.timeout_seconds)
+            raise RewardError(self._reason_of_end()) from None
+        return self._receive(task_id, self.options.timeout_seconds)
 
     def stop(self) -> None:
         """Kill the worker and its process group. Safe to repeat."""
@@ -239,22 +239,22 @@ class _Worker:
 
     def _start(self) -> None:
         # SOCK_SEQPACKET keeps the boundaries of messages.
-        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._answers, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "megatron_rlspec.tasks.reward_worker", self.options.kind]
-        with theirs:  # closed here: only then does the end of the worker end `recv`
+        with worker_end:  # closed here: only then does the end of the worker end `recv`
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, str(worker_end.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=2,  # a reward's output goes to stderr
                 bufsize=0,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[worker_end.fileno()],
                 # A process group of its own, which `stop` can kill. Ctrl-C does not reach it.
                 start_new_session=True,
             )
         self._ready = False
 
-    def _answer(self, name: str, seconds: float) -> dict[str, Any]:
-        """Return the answer to the task `name` within `seconds`, else kill the worker and raise RewardError.
+    def _receive(self, task_id: str, seconds: float) -> dict[str, Any]:
+        """Return the answer to the task `task_id` within `seconds`, else kill the worker and raise RewardError.
 
         Messages with another id are dropped: they answer an earlier task, or come from user code.
         """
@@ -269,9 +269,9 @@ class _Worker:
             except TimeoutError:
                 continue
             if not message:  # the worker's end is closed
-                raise RewardError(self._ending())
+                raise RewardError(self._reason_of_end())
             answer = _read(message)
-            if answer.get("id") != name:
+            if answer.get("id") != task_id:
                 continue
             if "error" in answer:
                 raise RewardError(answer["error"])
@@ -281,14 +281,14 @@ class _Worker:
         """Raise RewardError after an interruption, or past `deadline`. In the second case the worker is killed."""
         if self._interrupted.is_set():
             # The worker lives on until `Scorer.close`. Nobody reads its late answer: the event stays set, so every
-            # later call of `_answer` ends here.
+            # later call of `_receive` ends here.
             raise RewardError("the run was interrupted")
         if time.monotonic() >= deadline:
             self.stop()
             limit = self.options.timeout_seconds if self._ready else START_SECONDS
             raise RewardError(f"no answer within {limit:g} s")
 
-    def _ending(self) -> str:
+    def _reason_of_end(self) -> str:
         """Wait until a worker that closed its channel ends, kill it otherwise, and return the reason as a text."""
         with suppress(subprocess.TimeoutExpired):  # it may have closed its channels, and live on
             self._process.wait(STOP_SECONDS)

@@ -1,9 +1,9 @@
 """`rlspec slime -- COMMAND`: run slime's own command line with a trained drafter and speculating engines.
 
-Hook paths, SGLang flags and environment are added and printed; the user's functions are called by ours, and other
-flags of the user stay. Without `rlspec slime` in
-front, the command runs slime unchanged. This file imports nothing of slime: the command may run on another machine.
-`plan.py` decides what is added, and `refusals.py` what is refused; this file puts it into the command and runs that.
+Hook paths, SGLang flags and environment are added and printed. Our hooks call the user's functions, and the user's
+other flags stay. Without `rlspec slime` in front, the command runs slime unchanged. This file imports nothing of slime:
+the command may run on another machine. `plan.py` decides what is added, and `refusals.py` what is refused; this file
+puts it into the command and runs that.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def driver_index(command: Sequence[str]) -> int:
 def complete(command: Sequence[str], added: Additions, folder: Path) -> list[str]:
     """Return the whole command with `added` in it; write the YAML and JSON files that it names into `folder`.
 
-    Added flags come last: of a repeated flag slime takes the last one. Two commands that run at once need two folders:
-    both would write the same files. The user's own --custom-config-path is read, and
-    a file with all its entries and ours takes its place.
+    Added flags come last: of a repeated flag slime takes the last one. The user's own --custom-config-path is read, and
+    a file with all its entries and ours takes its place. Two commands at once need two folders: both would write the
+    same files.
     """
     split = driver_index(command) + 1
     slime_arguments = list(command[split:])

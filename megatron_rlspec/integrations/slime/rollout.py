@@ -195,7 +195,8 @@ def log_rollout(
 ) -> bool:
     """Log `_metrics` and the accept length by slime's own logging, then call the user's function.
 
-    It is the function of `--custom-rollout-log-function-path`, and so is the user's.
+    slime finds it by `--custom-rollout-log-function-path`; `Options.user_functions` has the function that the user gave
+    there.
 
     seconds  that the rollout took
 

@@ -343,7 +343,7 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
         first = len(begun.response)  # the line counts from here
         response = np.concatenate([begun.response, response])
         logprobs = np.concatenate([begun.logprobs, logprobs])
-        spans = begun.then(spans)
+        spans = begun.versions_with(spans)
         drafted = (*begun.accepted_spans, *((a + first, b + first) for a, b in drafted))
         accepted = tuple(pooled([begun.accepted, accepted]).tolist())
     status = _STATUS[line["finish"]["type"]]
