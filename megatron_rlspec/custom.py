@@ -165,7 +165,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
     except OURS:
         raise
     except BaseException as error:  # the module's own code can raise any error
-        raise ConfigError(f"{option}={name}: cannot be imported: {described(error)}") from None
+        raise ConfigError(f"{option}={name}: cannot be imported: {_error_line(error)}") from None
     _check_signature(f"{option}={name}", function_of_user)
     code = getattr(inspect.unwrap(function_of_user), "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
@@ -179,7 +179,7 @@ def load(option: str, name: str) -> Callable[..., Any]:
         except BaseException as error:  # whatever the function's own code raises
             last = traceback.extract_tb(error.__traceback__)[-1]  # the line that raised it
             where = f"{last.filename}:{last.lineno}, in {last.name}"
-            raise FunctionError(f"{option}={name}: {described(error)} ({where})") from error
+            raise FunctionError(f"{option}={name}: {_error_line(error)} ({where})") from error
 
     guarded.named = f"{option}={name}{place}"  # type: ignore[attr-defined]
     return guarded
@@ -203,7 +203,7 @@ def named(option: str, function: Callable[..., Any]) -> str:
     return str(getattr(function, "named", option))
 
 
-def described(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """Return type and text of an error of the user's code in one line. The error's own methods may fail, too."""
     if isinstance(error, SystemExit):
         return (

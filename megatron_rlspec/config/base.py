@@ -1,6 +1,6 @@
 """What every section shares: field types with bounds, and the error that names a wrong option.
 
-Every option that is a number is finite and has both bounds: a value outside of them is a typing error, not a setting. A
+Every option that is a number is finite and has both bounds: a value outside of them is mistyped, not meant. A
 boolean is not a number, and a quoted number is not one either (on the command line, where everything is text, `load`
 converts first). A default is not checked, so it must be within the bounds itself.
 """

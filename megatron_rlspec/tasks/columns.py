@@ -1,6 +1,6 @@
 """The values of one row: prompt, label, metadata, response. An error names the row's place and the column.
 
-Rows of slime, verl and TRL are read as they are: `OTHERS` says which columns are read in the place of a missing one.
+Rows of slime, verl and TRL are read as they are: `OTHER_NAMES` says which columns stand in for a missing one.
 
 In all functions `where` is the row's place, such as "file:line" (`rows.read_rows`), which begins error messages.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # For the default names of columns, the names that other projects have, in the order in which they are tried. A name
 # with points is a path into nested objects. A column that the user names otherwise has no such alternatives.
-OTHERS = {
+OTHER_NAMES = {
     "prompt": ("messages", "question", "problem"),
     "label": ("reward_model.ground_truth", "ground_truth", "answer", "solution"),
     "metadata": ("extra_info",),
@@ -104,11 +104,11 @@ def checked(where: str, name: str, value: Any, kind: TypeAdapter[Any]) -> Any:
 
 
 def value_of(row: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or of the first of its `OTHERS` that has one; None if none has.
+    """Return the value of a column, or of the first of its `OTHER_NAMES` that has one; None if none has.
 
     A column that is null has no value.
     """
-    for name in (key, *OTHERS.get(key, ())):
+    for name in (key, *OTHER_NAMES.get(key, ())):
         value: Any = row
         # A column can have points in its own name.
         for part in [name] if name in row else name.split("."):

@@ -29,7 +29,7 @@ def read_rows(source: str | Path) -> Rows:
             the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE. The name of
             an existing file is not split at commas
 
-    Raises DataError, and FileError for what is no JSON; nothing before the first row is taken.
+    Raises DataError, and FileError for what is no JSON, but nothing before the first row is asked for.
     """
     for file in _files(str(source)):
         # None: a data set on the Hub
