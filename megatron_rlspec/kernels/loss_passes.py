@@ -171,20 +171,20 @@ def statistics(
                     lost = lost | beats(score, rival, label_noisy, label).to(tl.int32)
                     rivals = rivals & (is_rival == 0) & (tl.min(lost, 0) == 0)
     # Join the lanes: each lane's sums are corrected from its own maximum to that of the row.
-    top = tl.max(peak, 0)
-    scale = tl.exp(peak - top)
+    row_peak = tl.max(peak, 0)
+    scale = tl.exp(peak - row_peak)
     if KIND == "forward_kl":
-        tl.store(seconds + row, tl.sum(second + (top - peak) * mass, 0))
+        tl.store(seconds + row, tl.sum(second + (row_peak - peak) * mass, 0))
         tl.store(masses + row, tl.sum(mass, 0))
     elif KIND == "entropy":
-        tl.store(seconds + row, tl.sum(scale * (second + (peak - top) * total), 0))
-    tl.store(peaks + row, top)
+        tl.store(seconds + row, tl.sum(scale * (second + (peak - row_peak) * total), 0))
+    tl.store(peaks + row, row_peak)
     tl.store(totals + row, tl.sum(total * scale, 0))
     # Of lanes with the row's maximum, the lowest column. A row without words, or with nothing above LOWEST, has none:
     # it gets a column that exists, because `losses/fused.py` looks up the id of the column.
     tl.store(
         bests + row,
-        tl.minimum(tl.min(tl.where(peak == top, best, _LAST), 0), tl.maximum(width - 1, 0)),
+        tl.minimum(tl.min(tl.where(peak == row_peak, best, _LAST), 0), tl.maximum(width - 1, 0)),
     )
     if FACTORS > 0:
         tl.store(beaten + row * SLOTS + slots, lost)

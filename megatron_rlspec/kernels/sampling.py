@@ -137,11 +137,11 @@ def scan(
             top = peak * sharpness
             weights = tl.exp(z - peak)
             totals += weights
-            chances = weights
+            score_weights = weights
             if sharpness != 1.0:
-                chances = tl.exp(z * sharpness - top)
+                score_weights = tl.exp(z * sharpness - top)
             one_minus_u = (hashed ^ 0xFFFFFFFF).to(tl.float32)  # times 2^32
-            bound = tl.where(chances > 0, one_minus_u / chances, _INF)
+            bound = tl.where(score_weights > 0, one_minus_u / score_weights, _INF)
             bound = tl.where(bound <= _limit(top, best), bound, _INF)
             while tl.min(bound, 0) < _INF:
                 column = tile + tl.argmin(bound, 0)
@@ -154,8 +154,8 @@ def scan(
                 if beats(score, column, best, best_column):
                     best = score
                     best_column = column
-                left = (columns != column) & (bound <= _limit(top, best))
-                bound = tl.where(left, bound, _INF)
+                can_win = (columns != column) & (bound <= _limit(top, best))
+                bound = tl.where(can_win, bound, _INF)
             limit = _limit(top, best)
         else:
             totals += weights

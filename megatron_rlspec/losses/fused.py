@@ -82,9 +82,9 @@ class FusedRows:
         self.scores = logits
         kernel: Any = head.kernel
         self._kernel = kernel
-        words = head if isinstance(head, DraftHead) else None
+        draft_head = head if isinstance(head, DraftHead) else None
         width = head.width
-        if words is not None and not words.some:
+        if draft_head is not None and not draft_head.some:
             # This rank has none of the words. Its one column is a stand-in (`DraftHead.of_words`): kernels skip it, and
             # the zeros are its gradient.
             width = 0
@@ -93,9 +93,9 @@ class FusedRows:
         columns = None
         ids = None
         # Both or neither: the kernel has one switch for them.
-        if words is not None:
-            columns = words.columns.to(torch.int32)
-            ids = words.ids.to(torch.int32)
+        if draft_head is not None:
+            columns = draft_head.columns.to(torch.int32)
+            ids = draft_head.ids.to(torch.int32)
         self._teacher = teacher and kernel.Teacher(
             teacher.logits, teacher.lse, teacher.rows, columns
         )
@@ -111,17 +111,17 @@ class FusedRows:
         # Each rank's sums are relative to the largest z of its own columns. Correct them to that of all columns, then
         # add them over the ranks, in one call.
         peak = head.max(of_rank.peak)
-        behind = of_rank.peak - peak
-        scale = behind.exp()
+        below_peak = of_rank.peak - peak
+        scale = below_peak.exp()
         parts = [of_rank.total * scale]
         if teacher is not None:
-            parts.append(of_rank.second - behind * of_rank.mass)
+            parts.append(of_rank.second - below_peak * of_rank.mass)
             parts.append(of_rank.mass)
         elif with_entropy:
-            second_of_rank = of_rank.second + behind * of_rank.total
+            second_of_rank = of_rank.second + below_peak * of_rank.total
             parts.append(scale * second_of_rank)
         sums = head.sum(torch.stack(parts))
-        total, *rest = sums.double()
+        total, *rest = sums.double()  # in the order of `parts`
         self.lse = peak.double() + total.log()
         self._best_logprob = (peak.double() - self.lse).float()
         logprob = label.double() - self.lse
@@ -129,16 +129,18 @@ class FusedRows:
         self.value = torch.zeros_like(label)
         if teacher is not None:
             # Over a part of the vocabulary: p(S) · KL(p / p(S) ‖ q), as in `losses/plain.py`.
+            second, mass = rest
             self._mass = torch.ones_like(label)
-            if words is not None:
-                self._mass = rest[1].float()
+            if draft_head is not None:
+                self._mass = mass.float()
             # Σ p · (log p - log q), with log q = (z - peak) - log total
-            value = rest[0] + rest[1] * total.log()
+            value = second + mass * total.log()
             of_mass = torch.xlogy(self._mass, self._mass)
             self.value = value.float() - of_mass
         elif with_entropy:
             # -Σ q · log q, with q = exp(z - peak) / total
-            value = rest[0] / total - total.log()
+            (second,) = rest
+            value = second / total - total.log()
             self.value = -value.float()
 
     def best(self) -> tuple[Tensor, Tensor]:

@@ -259,14 +259,15 @@ def _sequence_log_ratio(
     """
     # Padding has -1: it goes to sample 0, with a log-ratio and a count of 0.
     sequence = to_device(batch.sequence_ids, log_ratio.device).clamp(min=0)
-    rows = torch.stack([log_ratio.detach(), mask.to(log_ratio)])
-    rows = rows.masked_fill(~mask, 0)
+    summands = torch.stack([log_ratio.detach(), mask.to(log_ratio)])
+    summands = summands.masked_fill(~mask, 0)
     # [log-ratios, tokens] of every sample of the step, since `sequence_ids` count those of other micro-batches, too.
-    sums = rows.new_zeros(2, batch.counts["samples"])
-    sums = sums.index_add(1, sequence, rows)
+    sums = summands.new_zeros(2, batch.counts["samples"])
+    sums = sums.index_add(1, sequence, summands)
     if sequence_sum is not None:
         sums = sequence_sum(sums)
-    means = sums[0] / sums[1].clamp(min=1)
+    log_ratios, tokens = sums
+    means = log_ratios / tokens.clamp(min=1)  # a sample without trained tokens gets 0
     mean = means[sequence]
     # The value is `mean`; the gradient is that of `log_ratio`.
     return (mean + log_ratio - log_ratio.detach()).masked_fill(~mask, 0)

@@ -172,14 +172,14 @@ class Prediction:
     @property
     def chances(self) -> np.ndarray | None:
         """Return `by_logq` [2, BINS] of the best sharpness, for `ragged.Selection.add_predicted`; None: not known."""
-        return None if self.by_logq is None else self.by_logq[self._best]
+        return None if self.by_logq is None else self.by_logq[self._best_index]
 
     @property
     def sharpness(self) -> float | None:
         """Return the sharpness of coupled drafts with the most tokens per round; None for other drafts (F = 1)."""
         if len(self.accepted) != len(SHARPNESS):
             return None
-        return SHARPNESS[self._best]
+        return SHARPNESS[self._best_index]
 
     def rates(self, num_steps: int | None = None) -> list[float]:
         """Return a_1..a_num_steps in rounds of `num_steps`, one of `steps`; 0 where nothing was reached.
@@ -188,10 +188,10 @@ class Prediction:
         """
         if num_steps is None:
             num_steps = max(self.steps)
-        return self._rates(self._best, num_steps)
+        return self._rates(self._best_index, num_steps)
 
     @property
-    def _best(self) -> int:
+    def _best_index(self) -> int:
         """Return the index of the sharpness with the most tokens per round, at the deepest step count."""
         chain = SpecConfig(max(self.steps))
         tokens = []

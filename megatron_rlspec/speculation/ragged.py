@@ -122,30 +122,32 @@ class Selection:
 
         Returns how many requests would accept 0, 1, ... drafts if all were verified, estimated: [steps + 1] floats.
         """
-        chosen, steps = logq.shape
+        ragged, steps = (
+            logq.shape
+        )  # `ragged`: the number of requests of which some drafts were verified
         cells = self._cells(logq)
         depth = np.arange(steps)[:, None]
-        right = depth < accepted  # [steps, B]
+        is_accepted = depth < accepted  # [steps, B]
         # Drafts with a known outcome: the accepted ones, and the refused one, if it was verified.
-        seen = depth < np.minimum(verified, accepted + 1)[:chosen]
+        has_outcome = depth < np.minimum(verified, accepted + 1)[:ragged]
         # The draft's bin (its cell // 64), plus BINS if it was accepted.
-        outcomes = (cells + CELLS * right[:, :chosen])[seen] // (CELLS // BINS)
+        outcomes = (cells + CELLS * is_accepted[:, :ragged])[has_outcome] // (CELLS // BINS)
         refused, passed = np.bincount(outcomes, minlength=2 * BINS).reshape(2, BINS)
         self.counts[0] += refused + passed
         self.counts[1] += passed
-        chains = np.full((len(self._chains), chosen), -1)
+        chains = np.full((len(self._chains), ragged), -1)
         chains[:steps] = cells
         self._chains = np.concatenate([chains, self._chains], 1)[:, :LATEST]
         self._products = None
-        self._seen += chosen
+        self._seen += ragged
         # The chance of each draft: 1 or 0 where it was verified, else that of the table.
-        chances = right.astype(float)
-        unseen = depth >= verified[:chosen]
-        of_chosen = chances[:, :chosen]  # a view, written in place
-        of_chosen[:] = np.where(unseen, self.table.take(cells), of_chosen)
+        chances = is_accepted.astype(float)
+        unverified = depth >= verified[:ragged]
+        of_ragged = chances[:, :ragged]  # a view, written in place
+        of_ragged[:] = np.where(unverified, self.table.take(cells), of_ragged)
         # requests that accept at least 0, 1, ... drafts
         reached = [len(accepted), *_products(chances).sum(1).tolist(), 0.0]
-        return [above - here for above, here in itertools.pairwise(reached)]
+        return [at_least - more for at_least, more in itertools.pairwise(reached)]
 
     def plan(self, steps: int, ms: Callable[[np.ndarray], np.ndarray]) -> Plan:
         """Return the plan with the most tokens per ms for rounds of `steps` drafts.
@@ -235,8 +237,8 @@ def _products(chances: np.ndarray) -> np.ndarray:
 
     `np.cumprod` takes longer for short chains.
     """
-    for above, here in itertools.pairwise(chances):
-        here *= above
+    for shallower, deeper in itertools.pairwise(chances):
+        deeper *= shallower
     return chances
 
 

@@ -172,16 +172,19 @@ class RoundTimes:
             ms = [max(value, plain) for value in ms]
         return ms
 
-    def errors(self, now: int) -> list[float]:
-        """Return the standard deviation of log(ms of each candidate / ms of candidate `now`), in the present octave."""
-        if now not in self._errors:
+    def errors(self, reference: int) -> list[float]:
+        """Return the standard deviation of log(ms of each candidate / ms of candidate `reference`).
+
+        It is that of the present octave.
+        """
+        if reference not in self._errors:
             _, covariance = self.octaves[self._octave]
             errors = covariance[1:, 1:]
             diagonal = errors.diagonal()
             # of a difference of two errors; rounding may go below 0
-            variances = np.maximum(diagonal + diagonal[now] - 2 * errors[now], 0.0)
-            self._errors[now] = np.sqrt(variances).tolist()
-        return self._errors[now]
+            variances = np.maximum(diagonal + diagonal[reference] - 2 * errors[reference], 0.0)
+            self._errors[reference] = np.sqrt(variances).tolist()
+        return self._errors[reference]
 
     def knows(self, candidate: int) -> bool:
         """Return whether rounds of this candidate were timed in the present octave, or near it, lately.
@@ -256,8 +259,8 @@ class RoundTimes:
                 covariance[0, 0] += difference**2
             else:
                 # The cost is wrong about this candidate by more than was thought, so trust it less for the others, too.
-                most = MOST_VARIANCE / covariance.diagonal()[1:].max()
-                covariance *= min(difference**2 / variance, most)
+                largest_factor = MOST_VARIANCE / covariance.diagonal()[1:].max()
+                covariance *= min(difference**2 / variance, largest_factor)
                 if difference > 0:
                     # It can be an interruption: let this timing weigh little, so that a second one must agree.
                     noise = (difference / SURPRISE) ** 2

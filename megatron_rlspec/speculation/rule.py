@@ -139,7 +139,7 @@ class SpecRule:
             self._plan(self.selection, batch, context_tokens)
         ms = self.times.ms(batch, context_tokens)
         rates = self._rates(batch, ms)
-        self._follow(batch, ms, rates, catch_up_ms)
+        self._update_incumbent(batch, ms, rates, catch_up_ms)
         now = Situation(batch, self._incumbent, ms, rates, catch_up_ms, apart)
         chosen = self.trials.next(now)
         is_trial = chosen >= 0
@@ -312,7 +312,7 @@ class SpecRule:
             rates.append(self._tokens(i) / ms[i] if batch <= most else 0.0)
         return rates
 
-    def _follow(
+    def _update_incumbent(
         self,
         batch: int,
         ms: Sequence[float],
@@ -328,37 +328,37 @@ class SpecRule:
         # The batch shrinks within a rollout, so one of more than twice the size is of a new rollout.
         new_rollout = batch > 2 * self._batch
         self._batch = batch
-        now = self._incumbent
-        if now < 0:
+        incumbent = self._incumbent
+        if incumbent < 0:
             self._incumbent = best
             return
-        if rates[now] == 0:  # the batch is above its limit
-            self._change(best)
+        if rates[incumbent] == 0:  # the batch is above its limit
+            self._make_incumbent(best)
             return
-        reading = catch_up_ms(batch) / ms[now]  # in rounds of the incumbent
+        reading = catch_up_ms(batch) / ms[incumbent]  # in rounds of the incumbent
         threshold = PATIENCE
-        if now == self._off:
+        if incumbent == self._off:
             threshold += CATCH_UP * reading
-        errors = self.times.errors(now)
+        errors = self.times.errors(incumbent)
         for i, rate in enumerate(rates):
             if rate == 0:
                 continue
-            gain = math.log(rate / rates[now])
-            if self.candidates[i].num_steps > self.candidates[now].num_steps:
+            gain = math.log(rate / rates[incumbent])
+            if self.candidates[i].num_steps > self.candidates[incumbent].num_steps:
                 gain -= CAUTION * errors[i]
             # At most half the threshold: one round alone must not change the incumbent.
             counted = min(max(gain, -threshold / 2), threshold / 2)
             # The two cases below may change it at once.
-            if i == self._off and i != now and gain >= 0 and reading > 0:
+            if i == self._off and i != incumbent and gain >= 0 and reading > 0:
                 # New requests: the drafter would first read their prompts, which OFF saves.
                 counted = threshold + reading
             elif new_rollout and gain > 0:
                 counted = gain + PATIENCE
             self._lost[i] = max(self._lost[i] + counted, 0.0)
-        if best != now and self._lost[best] > threshold:
-            self._change(best)
+        if best != incumbent and self._lost[best] > threshold:
+            self._make_incumbent(best)
 
-    def _change(self, new: int) -> None:
+    def _make_incumbent(self, new: int) -> None:
         """Make candidate `new` the incumbent. Losses and the wait for trials were relative to the one before."""
         self._incumbent = new
         self._lost = [0.0] * len(self.candidates)
