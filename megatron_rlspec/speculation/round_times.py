@@ -80,7 +80,8 @@ class RoundTimes:
         self._learnt_last = (-1, -1)  # octave and index of the last timing that counted
         # (batch, quarter octave of context) -> cost of each candidate, for `_verified`
         self._rows: dict[tuple[int, int], list[float]] = {}
-        self._verified: np.ndarray | None = None  # drafts of each candidate (`verify`); None: all
+        # drafts of each candidate (`set_verified`); None: all
+        self._verified: np.ndarray | None = None
         # (candidate, batch, quarter octave of context) -> costs by verified drafts
         self._curves: dict[tuple[int, int, int], list[float]] = {}
         self._off = self.candidates.index(OFF) if OFF in self.candidates else -1
@@ -88,8 +89,8 @@ class RoundTimes:
         self._factors: list[float] = []
         self._errors: dict[int, list[float]] = {}
 
-    def verify(self, drafts: Sequence[float]) -> None:
-        """From now on let `ms` and `timed` count with rounds that do not verify all drafts, for ragged rules.
+    def set_verified(self, drafts: Sequence[float]) -> None:
+        """Set how many drafts rounds verify, for ragged rules: `ms` and `timed` then compute costs of such rounds.
 
         Each call replaces the one before.
 
@@ -116,7 +117,7 @@ class RoundTimes:
     def _ragged_cost(self, candidate: int, batch: int, context_tokens: int, drafts: float) -> float:
         """Return the cost of one round that verifies `drafts` of a request on average.
 
-        It is interpolated between multiples of 1/8 draft. Their costs are kept until the next `verify`, because
+        It is interpolated between multiples of 1/8 draft. Their costs are kept until the next `set_verified`, because
         computing them in every round takes too long.
         """
         config = self.candidates[candidate]
@@ -207,7 +208,7 @@ class RoundTimes:
 
         config  one of the candidates
         ms      above 0; None if other work is in it: the round does not count
-        drafts  drafts that it verified of a request, on average; None: as many as `verify` said, or all
+        drafts  drafts that it verified of a request, on average; None: as many as `set_verified` said, or all
 
         The first round after another configuration does not count. The others count in pairs: of two rounds in a row
         the shorter one counts, because interruptions only lengthen a round.

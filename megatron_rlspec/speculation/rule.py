@@ -298,7 +298,7 @@ class SpecRule:
             ms = partial(self.times.ragged_ms, i, batch, context_tokens)
             self._plans.append(selection.plan(config.num_steps, ms))
         # From now on `times.ms` is of rounds that verify these numbers of drafts.
-        self.times.verify([plan.verified for plan in self._plans])
+        self.times.set_verified([plan.verified for plan in self._plans])
 
     def _tokens(self, candidate: int) -> float:
         """Return the tokens that a request gets in a round of a candidate, on average."""

@@ -33,7 +33,10 @@ class DraftVocabulary:
         self.counts = np.zeros(total)
 
     def observe(self, texts: Iterable[np.ndarray]) -> None:
-        """Count the tokens of one rollout's texts. Earlier rollouts lose weight."""
+        """Count the tokens of one rollout's texts, each an array of ids below `total`.
+
+        Earlier rollouts lose weight with each call, so call it once for each rollout.
+        """
         self.counts *= KEEP
         for text in texts:
             np.add.at(self.counts, text, 1.0)
