@@ -57,7 +57,7 @@ def load_policy(model: str) -> GPTModel:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     sizes = (config["vocab_size"], config["max_position_embeddings"])
     policy = GPTModel(shape, layer, *sizes, position_embedding_type="rope", rotary_base=config["rope_theta"])
-    shards.load(shards.family(config), [policy], shape, tensors)
+    shards.load(shards.job_name_table(config), [policy], shape, tensors)
     return policy
 
 

@@ -107,7 +107,7 @@ class CoTrainer:
             check_drafter(settings.path, hf_config, hf_path)
         _check_policy(model, hf_config)
         objective = objective_of(settings, sampling, candidate_steps, verifier)
-        self._table = shards.family(hf_config)
+        self._table = shards.job_name_table(hf_config)
         self._predicted: Prediction | None = None
         self.drafting = DrafterBeside(
             model,
@@ -293,7 +293,7 @@ def _check_policy(model: GPTModel, hf_config: dict[str, Any]) -> None:
             "the model directory has no MTP layer; expected one, or an EAGLE-3 drafter: DrafterConfig(kind='eagle3', "
             "path=...)"
         )
-    rows = shards.family(hf_config).rows
+    rows = shards.job_name_table(hf_config).rows
     for name in shards.global_names(model, model.config):
         if name not in rows:
             raise ConfigError(

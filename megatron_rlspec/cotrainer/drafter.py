@@ -42,7 +42,7 @@ from megatron_rlspec.train.drafter_step import (
     DrafterObjective,
     DrafterStep,
     follow_rounds,
-    prediction_of,
+    pop_prediction,
 )
 from megatron_rlspec.train.model import (
     Taps,
@@ -195,7 +195,7 @@ class DrafterTraining:
         with self.trainable() if trains else nullcontext(), torch.set_grad_enabled(trains):
             outputs = self.unroll(hidden, fields, given or {})
             predicts = bool(self.objective.predicted_steps)
-            student = step.student(outputs, fields, head, predict=predicts)
+            student = step.make_student(outputs, fields, head, predict=predicts)
             # With cross-entropy there is no teacher. Else its logits are computed from the policy's hidden states.
             teacher = None if self.settings.loss == "ce" else self.gather(hidden)[:, 0]
             self._sums.append(step.learn(student, fields, teacher))
@@ -220,7 +220,7 @@ class DrafterTraining:
         # Before the sum over ranks, because it turns rows of positions into sums.
         follow_rounds(self._sums, steps)
         totals = sum_over_replicas(self._sums)
-        predicted = prediction_of(totals, steps)
+        predicted = pop_prediction(totals, steps)
         if updated and predicted is not None:
             self.predicted = predicted
             for k in predicted.steps:
@@ -297,7 +297,7 @@ class DrafterBeside(DrafterTraining):
         """
         _check_stages(model, DRAFTER in hf_config)
         self.hf_config = hf_config
-        self.table = shards.family(hf_config)
+        self.table = shards.job_name_table(hf_config)
         self.vocabulary: Tensor | None = None
         self._initial_tensors = tensors
         self._layer_inputs: Taps | None = None
@@ -314,7 +314,7 @@ class DrafterBeside(DrafterTraining):
             return
         super().make_ready()
         self.load(self._initial_tensors)
-        self.drafter_step.words = self.vocabulary
+        self.drafter_step.draft_ids = self.vocabulary
 
     def layout(self) -> dict[str, Any]:
         if self.vocabulary is None:

@@ -103,7 +103,7 @@ def load(config: Config, command: Command) -> Loaded:
         if custom.is_function(name):
             custom.load(option, name)
     hf_config, tensors = read_model(config.model.path, config.drafter.path)
-    model.check(hf_config, config.model, config.parallel)
+    model.check_model(hf_config, config.model, config.parallel)
     layout = place(config, hf_config, tensors) if generates else placement.GpuLayout()
     if os.environ.get("RANK", "0") == "0":
         print(_announcement(command, config, hf_config, generates), flush=True)

@@ -1,7 +1,8 @@
 """Core attention over packed sequences in plain torch, with context parallelism and the drafter's chain.
 
-In a layer spec it replaces Megatron's DotProductAttention, which supports neither packing nor context parallelism, or
-Transformer Engine's. It also applies the rotary embedding, from each token's position. It takes any float type.
+In a layer spec (`layer_specs.py`) it replaces Megatron's DotProductAttention, which supports neither packing nor
+context parallelism, or Transformer Engine's. It also applies the rotary embedding, from each token's position, except
+in latent attention (`latent.py`). It takes any float type.
 
 A query row attends to the rows of its own sequence up to itself; in the drafter these keys are depth 1's. At a depth d
 above 1 it also attends to one key of each of the depths 2 to d, at its own row: the chain. The first part is one call
@@ -40,10 +41,11 @@ class Chain:
     """The (key, value) pairs of one drafter layer at all its depths, the keys rotated.
 
     base     those of depth 1, `[T, g, d]`, in the order of context-parallel ranks; None while depth 1 itself runs
-    links    those of depths 2..d - 1, `[t, g, d]` each
+    links    those of depths 2 up to the one before the depth that runs, `[t, g, d]` each
     current  those of the depth that runs, set by `PackedAttention.forward`; read by `next`
 
-    The policy's layers have an empty chain, as at depth 1. Gradients flow through all pairs.
+    All of the policy's layers share one empty chain, as at depth 1: each overwrites `current`, and nobody reads it.
+    Gradients flow through all pairs.
     """
 
     base: tuple[Tensor, Tensor] | None = None
@@ -51,7 +53,7 @@ class Chain:
     current: tuple[Tensor, Tensor] | None = None
 
     def next(self) -> Chain:
-        """Return the chain for the next depth."""
+        """Return the chain for the next depth. Call it after the layer has run at this depth."""
         assert self.current is not None, "the layer of this depth has not run"
         if self.base is None:
             return Chain(self.current)
@@ -63,8 +65,8 @@ class PackedSequences(PackedSeqParams):
     """`PackedSeqParams` with the additional inputs of `PackedAttention`. Transformer Engine reads the inherited fields.
 
     plan      which keys each query attends to
-    cos, sin  of the rotary angles, `[t, 1, r / 2]`, set by `model.at_positions`
-    chain     of the layer that runs
+    cos, sin  of the rotary angles, `[t, 1, r / 2]`, set by `model.at_positions`; r of a head's channels are rotated
+    chain     of the layer that runs; `drafter._chained` sets it for each layer
     """
 
     plan: Batched | Varlen | None = None
@@ -76,7 +78,12 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     cu_seqlens_padded: Tensor, groups: int, cp_size: int, cp_rank: int, device: torch.device
 ) -> PackedSequences:
-    """Describe one micro-batch. `cu_seqlens_padded [n + 1]` is that of the whole batch, before the context split."""
+    """Describe one micro-batch, still without rotary angles (`model.at_positions`).
+
+    cu_seqlens_padded  `[n + 1]`, of the whole batch, before the context split; on the CPU, so that no device is waited
+                       for
+    groups             g
+    """
     lengths = cu_seqlens_padded[1:] - cu_seqlens_padded[:-1]
     longest = int(lengths.max()) if len(lengths) else 0
     cu = to_device(cu_seqlens_padded.to(torch.int32), device)
@@ -162,13 +169,14 @@ class PackedAttention(MegatronModule):
             key = rotated(key, packed)
         width = value.shape[-1]
         key_width = key.shape[-1]
-        # In latent attention. The kernels take one width; zeros at the end change no other channel.
+        # In latent attention. The kernels take one width. Zeros in further channels leave the others as they are, and
+        # the output loses these channels below.
         if width < key_width:
             value = F.pad(value, (0, key_width - width))
         chain = packed.chain
         links: list[Tensor] = []
         if chain.base is None:
-            # Depth 1, or the policy: keys of all context-parallel ranks, whose gradients the backward sums.
+            # Depth 1, or the policy: gather the keys of all context-parallel ranks. The backward sums their gradients.
             if self.cp_group.size() > 1:
                 both = torch.cat([key, value], -1)
                 both = gather_from_sequence_parallel_region(both, group=self.cp_group)
@@ -218,7 +226,7 @@ class _Attend(torch.autograd.Function):
     """Softmax attention of `q [t, n, d]` to the rows of `k`, `v` `[T, g, d]` that the plan names, and to the links.
 
     `links`: key, value, key, value, ..., `[t, g, d]` each. Row i of q attends to row i of each key. All keys of a query
-    row share one softmax.
+    row share one softmax. `backward` returns gradients in the order of `forward`'s arguments.
     """
 
     @staticmethod
@@ -238,7 +246,7 @@ class _Attend(torch.autograd.Function):
             out = out.to(lse.dtype)
         for key, value in _pairs(links):
             score = _row_dot(q, key, lse.dtype) * scale
-            _join(out, lse, value, score)
+            _join(out, lse, value, score)  # in place: the plan made both tensors for this call
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *links)
         return out

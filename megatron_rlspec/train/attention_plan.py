@@ -26,9 +26,13 @@ def plan_attention(
 ) -> Batched | Varlen:
     """Plan packed causal attention in the zigzag layout of context parallelism.
 
-    The plan expects the key rows of all context-parallel ranks, those of rank 0 first. `cu_seqlens_padded [n + 1]` is
-    that of the whole batch, before the context split; `groups` is g. `batched`: plan for the CPU's kernel, by default
-    on a CPU. That kernel needs whole sequences, so under context parallelism `batched` has no effect.
+    cu_seqlens_padded  `[n + 1]`, of the whole batch, before the context split, on the CPU. Under context parallelism
+                       each length is a multiple of 2 · cp_size. At least one is not 0 (`packing/pack.py`)
+    groups             g
+    batched            plan for the CPU's kernel, by default on a CPU. That kernel needs whole sequences, so under
+                       context parallelism `batched` has no effect
+
+    The plan expects the key rows of all context-parallel ranks, those of rank 0 first.
     """
     bounds = cu_seqlens_padded.tolist()
     if batched is None:

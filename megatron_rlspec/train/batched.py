@@ -1,5 +1,8 @@
 """Causal attention over packed sequences by torch's fused kernel for CPUs, in padded batches of similar lengths.
 
+The kernel takes rectangular batches only. `attention_plan.py` chooses this module on a CPU without context parallelism,
+else `varlen.py`. The padding stands behind each sequence, where causal attention keeps it from all tokens.
+
 Shapes: t tokens, n query heads, g key/value heads, d channels of a head.
 """
 
@@ -14,7 +17,7 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 # A sequence joins a batch if padding takes at most this share of its batch row.
-_PADDING = 0.2
+_MAX_PADDING = 0.2
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Batched:
 
     groups   g
     shapes   (batch · g, length) of each batch
-    rows     `[slots]` int64, the row of each slot, over all batches; 0 where there is none
-    padding  int64, the slots without a row; they hold 0
+    rows     `[slots]` int64, the row of each slot, over all batches; 0 for a slot of padding
+    padding  int64, the slots of padding, which `_batches` fills with 0
     slot_of  `[t · g]` int64, the slot of each row
     """
 
@@ -48,9 +51,9 @@ class Batched:
         batches: list[list[tuple[int, int]]] = []
         for sequence in sorted(sequences, key=lambda start_and_length: -start_and_length[1]):
             length = sequence[1]
-            if not length:  # so are all after it: they fall in length
+            if not length:  # all after it are empty, too: lengths fall
                 break
-            if batches and length >= (1 - _PADDING) * batches[-1][0][1]:
+            if batches and length >= (1 - _MAX_PADDING) * batches[-1][0][1]:
                 batches[-1].append(sequence)
             else:
                 batches.append([sequence])

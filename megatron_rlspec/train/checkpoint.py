@@ -3,7 +3,8 @@
 A checkpoint is a directory: one safetensors file per distinct shard, and `layout.json`, which names the layout. Under
 expert parallelism experts are sharded in their own way, so they have files of their own, one per shard. Every tensor
 has a checksum in its file, compared on loading. Another layout, dtype or drafter starts from the exported
-Hugging Face weights instead.
+Hugging Face weights instead. `conversion/run_checkpoint.py` reads the files, too: it parses their names, the names of
+tensors in them and `layout.json`.
 
 Megatron's own format would reshard. It is not used because it keeps the drafter's optimizer, which only the last
 pipeline stage has, in a file that only rank 0 writes; because it needs pickle; and because on loading it gives all
@@ -52,11 +53,11 @@ def save(
 ) -> None:
     """Write `directory` whole or not at all; an older one of that name is replaced. Collective.
 
-    learners    this rank's, by name
-    layout      JSON values; `load` compares those that it is given
+    learners    this rank's, by name, which file names begin with
+    layout      JSON values, equal on all ranks; rank 0 writes its own. `load` compares the keys that it is given
     generators  False: leave out random states, for a caller that saves them elsewhere
 
-    Raises SaveError on every rank if one cannot write.
+    Call it between steps. Raises SaveError on every rank if one cannot write.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")  # all ranks share the file system
@@ -78,7 +79,7 @@ def save(
                 copies = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
                 tensor_file.save(copies, _file(partial, name, learner, part))
         if generators and ps.get_expert_data_parallel_rank() == 0:
-            tensor_file.save(_generators(), _generators_file(partial))
+            tensor_file.save(_generator_states(), _generators_file(partial))
 
     def finish() -> None:
         files.write(partial / LAYOUT, json.dumps(dict(layout), indent=1))
@@ -97,14 +98,15 @@ def save(
         raise SaveError(error)
 
 
-def on_all_ranks(act: Callable[[], object], acts: bool = True) -> str:
-    """Run `act` on the ranks with `acts`, wait for all, and return the first rank's OSError; "" if there is none.
+def on_all_ranks(act: Callable[[], object], runs_here: bool = True) -> str:
+    """Run `act` on the ranks with `runs_here`, wait for all, and return the first rank's OSError; "" if there is none.
 
-    Collective: the ranks without `acts` must call it, too. Other errors than OSError are raised on their rank only.
+    Collective: the other ranks must call it, too. Other errors than OSError are raised on their rank only, and the
+    others then wait until their timeout.
     """
     error = ""
     try:
-        if acts:
+        if runs_here:
             act()
     except OSError as problem:
         error = f"{problem.filename}: {problem.strerror}" if problem.filename else str(problem)
@@ -118,7 +120,7 @@ def load(
     *,
     generators: bool = True,
 ) -> None:
-    """Restore what `save` wrote. Collective.
+    """Restore what `save` wrote; the names of `learners` must be those of `save`. Collective.
 
     Raises CheckpointError on every rank if one finds a file or tensor missing or damaged, or another layout. The
     learners must not be used after that: some of their tensors are loaded, and others are not.
@@ -143,6 +145,7 @@ def load(
 
 
 def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if `directory` is no checkpoint, or its layout differs in a key of `layout`."""
     if not (directory / LAYOUT).exists():
         raise CheckpointError(f"{directory} is no checkpoint: it has no {LAYOUT}")
     written = read_object(directory / LAYOUT)
@@ -155,6 +158,10 @@ def _check_layout(directory: Path, layout: Mapping[str, Any]) -> None:
 
 
 def _load_part(path: Path, learner: Learner, part: Part) -> None:
+    """Copy a file's tensors into a part, in place; the file and the part must have the same names.
+
+    All parts of a learner have the same `steps`, of which each file has a copy.
+    """
     with TensorFile(path) as file, torch.no_grad():
         # In this order: the moments must exist before `_tensors` can name them.
         learner.steps = int(_stored(file, "steps", torch.tensor(0)))
@@ -168,7 +175,7 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
 
 
 def _create_moments(part: Part, updates: int) -> None:
-    """Create the optimizer state to load into: one for every parameter; none if there was no update yet.
+    """Create the optimizer state to load into, for every parameter; remove it if `updates` is 0.
 
     torch's AdamW counts updates in that state, the fused ones (of Apex and Transformer Engine) in the group.
     """
@@ -176,7 +183,7 @@ def _create_moments(part: Part, updates: int) -> None:
         return
     inner = part.optimizer.optimizer  # below Megatron's optimizer
     if not updates:
-        # as in an optimizer that has made no update, whose first one creates the state
+        # As in an optimizer that has made no update: its first update creates the state.
         inner.state.clear()
         for group in part.groups:
             group.pop("step", None)
@@ -192,7 +199,7 @@ def _create_moments(part: Part, updates: int) -> None:
 
 
 def _load_generators(path: Path) -> None:
-    """Restore what `_generators` returned: torch's generators, and Megatron's of tensor-parallel regions."""
+    """Restore what `_generator_states` returned: torch's generators, and Megatron's of tensor-parallel regions."""
     with TensorFile(path) as file:
         torch.set_rng_state(_stored(file, "cpu", torch.get_rng_state()))
         if torch.cuda.is_available():
@@ -215,9 +222,10 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
 
 
 def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
-    """Name every tensor of a part: parameters, the optimizer's copies, moments, step count; routers' biases.
+    """Return every tensor of a part by its name in the file: parameters, the optimizer's copies, moments, step count.
 
-    They are the tensors themselves, into which `_load_part` copies. The names are those in the files.
+    The part that is not of experts also has the routers' biases. All but "steps" are the tensors themselves, into which
+    `_load_part` copies. `conversion/run_checkpoint.py` reads "parameter." and "bias.".
     """
     module = learner.ddp.module
     tensors: dict[str, Tensor] = {}
@@ -236,11 +244,12 @@ def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
             for moment in _MOMENTS:
                 if moment in state:
                     tensors[f"{moment}.{g}.{i}"] = state[moment]
-    tensors["steps"] = torch.tensor(learner.steps)  # `_load_part` reads it before the others
+    # A new tensor: copying into it changes no learner. So `_load_part` sets `learner.steps` itself.
+    tensors["steps"] = torch.tensor(learner.steps)
     return tensors
 
 
-def _generators() -> dict[str, Tensor]:
+def _generator_states() -> dict[str, Tensor]:
     """Return copies of the states of all random generators of this rank, by their names in the file."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = {f"tracker.{name}": state for name, state in tracker.get_states().items()}
@@ -271,10 +280,12 @@ def _generators_file(directory: Path) -> Path:
 
 
 def _expert_shard() -> str:
+    """Return the part of a file's name that says which shard of the experts this rank holds."""
     return (
         f"-tensor{ps.get_expert_tensor_parallel_rank()}-expert{ps.get_expert_model_parallel_rank()}"
     )
 
 
 def _stage() -> str:
+    """Return the part of a file's name that says which pipeline stage this rank is."""
     return f"-pipeline{ps.get_pipeline_model_parallel_rank()}"

@@ -1,8 +1,8 @@
-"""The drafter, outside the policy's parameter tree: Megatron's MTP layers, or an EAGLE-3 drafter.
+"""The drafter, outside the policy's parameter tree: one of Megatron's MTP layers, or an EAGLE-3 drafter.
 
 Its inputs are the policy's detached hidden states and detached views of the policy's embedding, so no gradient and no
 buffer connects the two. Parameters have their names in a Megatron checkpoint: `mtp.layers.N.*`, or `eagle_module.*` as
-in ModelOpt.
+in ModelOpt. `models/names.py` maps both to Hugging Face names, so modules must keep their attributes' names.
 
 **Chain-exact unrolling** (EAGLE-3's training-time test, arXiv 2503.01840). To draft
 from position t, an engine runs depth 1 on (h_t, x_{t+1}) at rotary position t over the cached keys of every
@@ -46,25 +46,29 @@ from megatron_rlspec.train.model import at_positions, taps_of
 
 
 class Drafter(MegatronModule):
-    """Run D drafter steps from every position at once, all of the same layers, which subclasses have.
+    """Run D drafter steps from every position at once, all with the same layers. Subclasses build these layers.
 
     A subclass implements `run`, and `enter` and `leave` if its layers need them. `forward` calls `enter` once, then
     `run` and `leave` at each depth.
 
-    policy                the policy's configuration
-    own                   the drafter's, with which its layers are built
+    config                the drafter's configuration, with which its layers are built
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
     recompute             compute the layers again in the backward pass, as the policy's are
-    layers                their number; each has a chain of keys of its own
+    num_layers            each layer has a chain of keys of its own
+
+    `Adopted` in `integrations/slime/drafter.py` does not call `__init__`, and sets what `forward` reads by itself: set
+    a new attribute there, too.
     """
 
-    layers = 1
+    num_layers = 1
     zero_first_embedding = False
 
-    def __init__(self, policy: TransformerConfig, own: TransformerConfig, rope: Rope) -> None:
-        super().__init__(config=own)
+    def __init__(
+        self, policy_config: TransformerConfig, drafter_config: TransformerConfig, rope: Rope
+    ) -> None:
+        super().__init__(config=drafter_config)
         self.rope = rope
-        self.recompute = policy.recompute_granularity == "full"
+        self.recompute = policy_config.recompute_granularity == "full"
 
     def forward(
         self,
@@ -81,19 +85,21 @@ class Drafter(MegatronModule):
         tokens        of depths 1..D, `[T]` each: x_{t+d} at t
         embedding     `[V / tensor, H]`, this rank's rows, without gradient
         position_ids  `[T]`, of t
-        packed        the sequences, planned for the heads of `config`; its rotary angles are replaced at each depth
+        packed        the sequences, planned for the heads of `config`; each depth gets a copy with angles of its own
+
+        Collective over tensor- and context-parallel ranks. All ranks must have the same number of depths.
         """
         state = self._scatter(self.enter(hidden)[:, None])
-        chains = [Chain() for _ in range(self.layers)]
+        chains = [Chain() for _ in range(self.num_layers)]
         out = []
         for step, depth_tokens in enumerate(tokens):
             positions = position_ids + step  # as in the engine: depth d at t runs at t + d - 1
             embedded = embed(depth_tokens, embedding)
             if self.zero_first_embedding:
                 embedded = embedded.masked_fill((positions == 0)[:, None], 0)
-            rotated = at_positions(packed, positions, self.config, self.rope)
-            state = self._depth(state, self._scatter(embedded[:, None]), rotated, chains)
-            # The layers have stored their keys in the chains, as a side effect of `_depth`.
+            at_depth = at_positions(packed, positions, self.config, self.rope)
+            state = self._run_depth(state, self._scatter(embedded[:, None]), at_depth, chains)
+            # The layers have stored their keys in the chains, as a side effect of `_run_depth`.
             chains = [chain.next() for chain in chains]
             out.append(self._gather(self.leave(state))[:, 0])
         return out
@@ -118,14 +124,14 @@ class Drafter(MegatronModule):
         """Return the input of the output layer from what `run` returned, in the same shape."""
         return state
 
-    def _depth(
+    def _run_depth(
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
         """Call `run`, with its activations stored or computed again in the backward pass."""
         inputs = (state, embedded, packed, chains)
         if self.recompute and torch.is_grad_enabled():
-            # Nothing inside is random, so no generator is restored. A layer stores its chain's keys as a side effect.
-            # Recomputation in the backward pass overwrites them with the same values.
+            # Without dropout nothing inside is random, so no generator is restored. A layer stores its chain's keys as
+            # a side effect. Recomputation in the backward pass overwrites them with the same values.
             return checkpoint(self.run, *inputs, use_reentrant=False, preserve_rng_state=False)
         return self.run(*inputs)
 
@@ -144,9 +150,9 @@ class Drafter(MegatronModule):
 
 
 class MTPDrafter(Drafter):
-    """Megatron's MTP layers. `config` is the policy's, of which the drafter keeps a copy.
+    """One of Megatron's MTP layers, run at every depth. `config` is the policy's, of which the drafter keeps a copy.
 
-    seed  of its own initialisation stream
+    seed  of its own initialisation stream: the policy's random numbers stay as they are
     """
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], seed: int) -> None:
@@ -168,7 +174,8 @@ class MTPDrafter(Drafter):
     def run(
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
-        # Not the block's forward: that shifts the tokens and looks up embeddings by itself, for one depth a layer.
+        # Not the block's forward: that shifts the tokens and looks up embeddings by itself, and has a layer for each
+        # depth. The method is private to Megatron; `integrations/slime/drafter.py` calls it, too.
         layer = self.mtp.layers[0]
         return layer._proj_and_transformer_layer(
             state, embedded, packed_seq_params=_chained(packed, chains[0])
@@ -197,7 +204,7 @@ class Eagle3Drafter(Drafter):
         std = drafter.get("initializer_range", 0.02)
         plain: dict[str, Any] = {"bias": False, "dtype": own.params_dtype}
         stated = check_drafter_config(drafter, "the drafter")
-        self.layers = own.num_layers
+        self.num_layers = own.num_layers
         self.norm_output = bool(stated.norm_output)
         block: Any = nn.Module()
         with runtime.own_random_stream(seed):
@@ -222,7 +229,10 @@ class Eagle3Drafter(Drafter):
 
     @property
     def head(self) -> Tensor:
-        """Return the output layer `[S, H]`, a row for each id of the draft vocabulary; read by `DrafterStep`."""
+        """Return the output layer `[S, H]`, a row for each id of the draft vocabulary, in ascending order of the ids.
+
+        `DrafterStep` finds it by this name.
+        """
         return self.eagle_module.eagle_output_layer.weight
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -258,20 +268,23 @@ class Eagle3Drafter(Drafter):
 def _norm_before_fc(config: TransformerConfig, width: int) -> RMSNorm:
     """Build a norm of `width` channels for inputs that `Policy.taps` has gathered."""
     norm = RMSNorm(config, width, config.layernorm_epsilon)
-    # Every rank has all rows, so its gradient is already whole. With True, Megatron would sum it over the ranks.
+    # Every tensor-parallel rank norms all rows, so each has the whole gradient. With True, Megatron would add them up.
     norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
     return norm
 
 
 def _chained(packed: PackedSequences, chain: Chain) -> PackedSequences:
-    """Return `packed` for the layer whose keys `chain` holds."""
+    """Return a copy of `packed` for the layer whose keys `chain` holds."""
     chained = copy.copy(packed)  # the layers share the caller's `packed`
     chained.chain = chain
     return chained
 
 
 def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> TransformerConfig:
-    """Return the policy's parallel layout with the drafter's sizes. Raises ConfigError for heads that do not divide."""
+    """Return the policy's configuration with the drafter's sizes, dense and on one pipeline stage.
+
+    Raises ConfigError if parallel.tensor does not divide the key/value heads.
+    """
     heads = drafter["num_attention_heads"]
     groups = drafter.get("num_key_value_heads") or heads
     if groups % config.tensor_model_parallel_size:
@@ -317,7 +330,10 @@ def build_drafter(
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Look up tokens `[T]` in a vocabulary-parallel embedding, this rank's `weight [V / tensor, H]`; no gradient."""
+    """Look up tokens `[T]` in a vocabulary-parallel embedding, this rank's `weight [V / tensor, H]`; no gradient.
+
+    Returns `[T, H]`, the same on all tensor-parallel ranks. Collective over them: all must have the same tokens.
+    """
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():

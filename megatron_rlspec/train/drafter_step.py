@@ -32,7 +32,7 @@ from megatron_rlspec.types import SHARPNESS, Sampling, Verifier
 
 @dataclass(frozen=True)
 class DrafterObjective:
-    """The drafter's loss, and the acceptance that its training forward predicts.
+    """What the drafter learns: its loss, and which acceptance its training forward predicts. Equal on all ranks.
 
     depth            D, unrolled drafter steps
     loss             of one row (a position at one depth): one of `losses/drafter.py`, or the user's function
@@ -78,11 +78,14 @@ class DrafterTargets:
 
 
 class DrafterStep:
-    """One drafter's steps on this rank: `begin`, then `student` and `learn` for each micro-batch, then `update`.
+    """One drafter's steps on this rank: `begin`, then `make_student` and `learn` for each micro-batch, then `update`.
 
-    learner  None for a drafter that is only measured, without `update`
-    words    the draft vocabulary, `[S]` int64 token ids, on any device; None: all tokens. The caller sets it
-    head     the drafter's own output layer `[S, H]`, a row for each of `words`; None: the policy's
+    objective  `Trainer.accept_lengths` sets another one in a copy of this object
+    learner    None for a drafter that is only measured, without `update`
+    draft_ids  the draft vocabulary, `[S]` int64 token ids, on any device; None: all tokens. The caller sets it, to the
+               same ids on all ranks, and before the first micro-batch where `head` is not None
+    head       the drafter's own output layer `[S, H]`, a row for each of `draft_ids`, in ascending order of the ids;
+               None: the policy's
     """
 
     def __init__(
@@ -93,21 +96,21 @@ class DrafterStep:
         objective: DrafterObjective,
         pace: Learner | None = None,
     ) -> None:
-        """Train `block` by `options`, and by what they leave to `optimizer`; `pace` as of `Learner`.
+        """Train `block` by `options`; `optimizer` has all other settings of AdamW. `pace`: see `Learner`.
 
         With `options.train` this builds gradient buffers: all ranks that hold the drafter must call it.
         """
         self.objective = objective
-        self.words: Tensor | None = None
+        self.draft_ids: Tensor | None = None
         self.head: Tensor | None = getattr(block, "head", None)
         self.learner: Learner | None = None
         if options.train:
-            of_drafter = {
+            drafter_settings = {
                 "lr": options.lr,
                 "weight_decay": 0.0,
                 "warmup_steps": options.warmup_steps,
             }
-            adam = optimizer.model_copy(update=of_drafter)
+            adam = optimizer.model_copy(update=drafter_settings)
             self.learner = Learner(block, adam, pipelined=False, pace=pace)
 
     @property
@@ -120,11 +123,11 @@ class DrafterStep:
         return self.objective.loss != "ce" and ps.get_context_parallel_world_size() == 1
 
     def begin(self) -> None:
-        """Zero the drafter's gradients. Before the step's first `learn`: gradients of micro-batches add up."""
+        """Zero the drafter's gradients. Call it once, before the step's first `learn`: later gradients are added."""
         if self.learner is not None:
             self.learner.zero_grad()
 
-    def student(
+    def make_student(
         self,
         outputs: Sequence[Tensor],
         targets: DrafterTargets,
@@ -134,12 +137,13 @@ class DrafterStep:
     ) -> Student:
         """Return the `Student` of all depths' rows; `outputs`: `[t, H]` after the drafter's final norm, per depth.
 
-        `predict`: keep what `learn` needs for the prediction of acceptance.
+        `predict`: keep what `learn` needs for the prediction of acceptance. It is equal for all micro-batches of a step
+        and on all ranks, because their sums must have the same names.
         """
         objective = self.objective
         depths = range(1, objective.depth + 1)
         device = targets.labels[0].device
-        t = len(targets.labels[0])
+        t = len(targets.labels[0])  # of each depth
         # Each depth is divided by its own count of the whole step, so losses of micro-batches and ranks can be added.
         weights = []
         for d in depths:
@@ -163,7 +167,7 @@ class DrafterStep:
             temperature=layer.temperature,
             tp_group=ps.get_tensor_model_parallel_group(),
             keep_rows=predict,
-            words=self.words,
+            words=self.draft_ids,
             own=self.head,
             noise=noise,
         )
@@ -186,9 +190,11 @@ class DrafterStep:
         return teacher
 
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> Sums:
-        """Compute the gradients of a micro-batch, if they are enabled. Returns sums, for `follow_rounds`, then `means`.
+        """Compute the gradients of a micro-batch, if they are enabled. Call it once for each student.
 
-        Collective over the context-parallel ranks. The gradients are added to those of earlier micro-batches.
+        Returns sums. After the last micro-batch `follow_rounds` takes those of all, then `reduce_sums` and `means` of
+        `objectives.py`. Collective over the context- and tensor-parallel ranks. The gradients are added to
+        those of earlier micro-batches.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
                 teacher's logits are computed; None if `student.observe` has received every row, or without a teacher
@@ -211,7 +217,8 @@ class DrafterStep:
     def update(self) -> tuple[float, bool]:
         """Reduce gradients, clip, update; return (gradient norm before clipping, updated?).
 
-        Collective over the ranks that hold the drafter. No update if the norm is not finite.
+        Call it once, after the step's last `learn`. Collective over the ranks that hold the drafter. No update if the
+        norm is not finite.
         """
         assert self.learner is not None, "a drafter that is not trained has no update"
         self.learner.finalize()
@@ -255,7 +262,8 @@ def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:
 
     steps  drafts of a round, as `DrafterObjective.predicted_steps`
 
-    Call it once a step, after the last micro-batch: the copy of all tables to the host waits for the device.
+    Call it once a step, after the last micro-batch: the copy of all tables to the host waits for the device. A second
+    call does nothing. It changes `sums` in place.
     """
     # Either every micro-batch has a table, or none has.
     tables = [micro_batch.pop(_TABLE) for micro_batch in sums if _TABLE in micro_batch]
@@ -280,19 +288,22 @@ def _walk(table: Tensor, steps: tuple[int, ...]) -> Sums:
     factors = len(columns) // 3
     predicted: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED}
     for factor in range(factors):
+        # The order of `_predict`: `factors` columns of accept, as many of reach, as many of log q.
         accept, reach, logq = columns[factor::factors]
         reached, accepted, starts = walk(accept, reach, mask, steps)
-        chances = by_logq(logq, accept, reach, mask, starts)
-        for name, value in zip(_PREDICTED, (reached, accepted, chances), strict=True):
+        drafts_by_logq = by_logq(logq, accept, reach, mask, starts)
+        for name, value in zip(_PREDICTED, (reached, accepted, drafts_by_logq), strict=True):
             predicted[name].append(value)
     return {name: torch.stack(values) for name, values in predicted.items()}
 
 
-def prediction_of(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
-    """Remove the prediction for `steps` from the step's reduced sums and return it.
+def pop_prediction(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Prediction | None:
+    """Remove the prediction for `steps` from the step's reduced sums, in place, and return it.
 
-    Call it before `objectives.means`, which cannot average these sums. Returns None if there is no prediction, or if
-    the drafter's loss was not finite. It communicates with no other rank.
+    steps  those that `follow_rounds` was called with
+
+    Call it once, before `objectives.means`, which cannot average these sums; a second call returns None. None also
+    without a prediction, or if the drafter's loss was not finite. It communicates with no other rank.
     """
     arrays = [totals.pop(name, []) for name in _PREDICTED]  # flattened by the reduction
     if not arrays[0] or not math.isfinite(totals["drafter/objective"][0]):
@@ -310,7 +321,7 @@ def objective_of(
     """Return what a drafter learns and predicts. Raises ConfigError for a loss that cannot be imported.
 
     sampling  of rollouts
-    steps     drafts of a round that engines may be told
+    steps     numbers of drafts of a round that engines may be told, in any order; 0 is left out
     coupled   whether engines with the position-keyed verifier draft with its noise
     """
     # Without filters, rollouts draw from the teacher's own distribution.
@@ -331,7 +342,10 @@ def objective_of(
 
 
 def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
-    """Gather `[t, ...]` of all context-parallel ranks, `[T, ...]` in the order of the packed batch. Collective."""
+    """Gather `[t, ...]` of all context-parallel ranks, `[T, ...]` in the order of the packed batch. Collective.
+
+    With several ranks the result has no gradient: `all_gather` is not differentiable.
+    """
     group = ps.get_context_parallel_group()
     if group.size() == 1:
         return x

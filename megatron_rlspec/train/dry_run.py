@@ -1,7 +1,8 @@
 """`rlspec train --dry-run`: print parameters and memory of a rank of each pipeline stage, in one process.
 
 The model is built (`stages.py`); the memory is computed (`memory_estimate.py`, `memory_choices.py`). This module joins
-both into the lines that `commands/training.py` prints. Memory is in bytes, but for `gpu_gib`.
+both into the lines that `commands/training.py` prints. Memory is in bytes, but for `gpu_gib` and the printed lines.
+The process must be as `stages._fake_rank` needs it: without a process group, and without a visible GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from megatron_rlspec.memory_estimate import (
 from megatron_rlspec.train import stages
 from megatron_rlspec.train.stages import Stage
 
-_MEMORY = ("weights", "gradients", "optimizer", "activations", "total")
+_MEMORY_COLUMNS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "total",
+)  # attributes of `RankMemory`
 
 
 def report(
@@ -49,26 +56,26 @@ def report(
     largest = max((stage.memory for stage in built), key=lambda memory: memory.total)
     # Before the table, so that a model that does not fit gets one line.
     if gpu_gib is not None:
-        number = [stage.memory for stage in built].index(largest)
+        number = [stage.memory for stage in built].index(largest)  # the first of equal ones
         who = f"--gpu-gib {gpu_gib:g}: a rank of pipeline stage {number}"
         check_rank(largest, int(gpu_gib * GIB), who)
 
     policy, drafter = stages.parameters(built)
     yield f"{hf_config['architectures'][0]}: {policy:,} parameters, its drafter {drafter:,}"
-    yield _layout(config, world)
+    yield _layout_line(config, world)
     tokens = config.train.tokens_per_micro_batch
     yield (
         f"memory of a rank of each pipeline stage, in GiB; activations, estimated: of micro-batches of {tokens:,} "
         "tokens; workspaces and fragmentation come on top"
     )
-    yield from _table(built)
+    yield from _table_lines(built)
     if gpu_gib is None:
         return
     most = largest.total / GIB
     yield f"fits: a rank needs at most {most:.2f} of {gpu_gib:g} GiB, without an engine on the same GPU"
     if config.rollout.engine == "sglang" and not config.rollout.urls:
         gpu = int(gpu_gib * GIB)
-        yield from _engines(config, hf_config, world, gpu, policy + drafter, largest)
+        yield from _engine_lines(config, hf_config, world, gpu, policy + drafter, largest)
 
 
 def _settled(
@@ -91,7 +98,7 @@ def _settled(
     )
 
 
-def _layout(config: Config, world: int) -> str:
+def _layout_line(config: Config, world: int) -> str:
     """Return a line about how the ranks split the work."""
     parallel = config.parallel
     shards = parallel.tensor * parallel.context * parallel.pipeline
@@ -108,21 +115,22 @@ def _layout(config: Config, world: int) -> str:
     return line
 
 
-def _table(built: list[Stage]) -> Iterator[str]:
+def _table_lines(built: list[Stage]) -> Iterator[str]:
     """Yield a line of names, and a line for a rank of each pipeline stage."""
+    # The cells below are in this order.
     widths = {"stage": 5, "layers": 7, "policy": 14, "drafter": 12}
-    widths |= {part: max(9, len(part)) for part in _MEMORY}
+    widths |= {part: max(9, len(part)) for part in _MEMORY_COLUMNS}
     yield " ".join(f"{name:>{width}}" for name, width in widths.items())
     for number, stage in enumerate(built):
         layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
-        cells = [str(number), layers, f"{stage.policy:,}", f"{stage.drafter:,}"]
-        cells += [f"{getattr(stage.memory, part) / GIB:.2f}" for part in _MEMORY]
+        cells = [str(number), layers, f"{stage.policy_of_rank:,}", f"{stage.drafter_of_rank:,}"]
+        cells += [f"{getattr(stage.memory, part) / GIB:.2f}" for part in _MEMORY_COLUMNS]
         yield " ".join(
             f"{cell:>{width}}" for cell, width in zip(cells, widths.values(), strict=True)
         )
 
 
-def _engines(
+def _engine_lines(
     config: Config,
     hf_config: Mapping[str, Any],
     world: int,
@@ -132,7 +140,7 @@ def _engines(
 ) -> Iterator[str]:
     """Yield what an engine gets on a Hopper GPU of `gpu` bytes, alone or beside the `rank` that needs most.
 
-    model_parameters  of policy and drafter
+    model_parameters  number of parameters of policy and drafter
 
     With placement.mode=auto the engine alone is shown, and if engines can share all ranks' GPUs, also the engine beside
     a rank: which way a run takes depends on the number of its GPUs. Raises ConfigError if an engine does not fit in a
@@ -148,12 +156,12 @@ def _engines(
     )
     colocated = world == config.rollout.engines * engine.tensor
     # How the line begins, and the bytes that a trainer rank keeps on the engine's GPU; None: no rank is there.
-    ways: dict[str, int | None] = {}
+    placed: dict[str, int | None] = {}
     if mode != "colocated":
-        ways["on GPUs of its own"] = None
+        placed["on GPUs of its own"] = None
     if mode == "colocated" or (mode == "auto" and colocated):
-        ways[f"beside a trainer rank that keeps {kept_by_rank / GIB:.2f} GiB"] = kept_by_rank
-    for where, kept in ways.items():
+        placed[f"beside a trainer rank that keeps {kept_by_rank / GIB:.2f} GiB"] = kept_by_rank
+    for where, kept in placed.items():
         try:
             if kept is not None:
                 check_rank(rank, step_room(gpu, engine), "a rank beside a sleeping engine")

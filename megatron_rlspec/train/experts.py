@@ -26,7 +26,7 @@ def options(hf_config: Mapping[str, Any], parallel_size: int, dtype: str) -> dic
     parallel_size  parallel.expert
     dtype          model.dtype
 
-    Call it for a config.json without `problems`.
+    Call it for a config.json without `problems`. `model.transformer_config` adds them to the other fields.
     """
     if not count(hf_config):
         return {}
@@ -34,7 +34,7 @@ def options(hf_config: Mapping[str, Any], parallel_size: int, dtype: str) -> dic
     dense = hf_config.get("first_k_dense_replace", 0)  # the first layers, which have no experts
     width = hf_config["moe_intermediate_size"]
     shared = hf_config.get("n_shared_experts") or 0
-    router = _sigmoid(hf_config) if _has_bias(hf_config) else _softmax(hf_config)
+    router = _sigmoid_router(hf_config) if _has_bias(hf_config) else _softmax_router(hf_config)
     return {
         "num_moe_experts": count(hf_config),
         "expert_model_parallel_size": parallel_size,
@@ -50,9 +50,9 @@ def options(hf_config: Mapping[str, Any], parallel_size: int, dtype: str) -> dic
     }
 
 
-def _sigmoid(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _sigmoid_router(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of GLM4-MoE's routers."""
-    groups = _groups(hf_config)
+    groups = _num_groups(hf_config)
     return {
         "moe_router_num_groups": groups,
         "moe_router_group_topk": hf_config["topk_group"] if groups else None,
@@ -63,7 +63,7 @@ def _sigmoid(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _softmax(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def _softmax_router(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of Qwen3-MoE's routers."""
     # A softmax over the chosen experts alone is the softmax over all, normalised to 1 over the chosen ones.
     return {
@@ -73,14 +73,17 @@ def _softmax(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> Iterator[str]:
-    """Yield an error text for every setting of experts that would otherwise be ignored."""
-    experts = count(hf_config)
-    if not experts:
+    """Yield an error text for every setting of experts that cannot be trained in this layout.
+
+    `model.check_model` raises the first. Without it Megatron would ignore some of these settings.
+    """
+    total = count(hf_config)
+    if not total:
         if parallel.expert > 1:
             yield f"parallel.expert={parallel.expert}, but this model is dense"
         return
-    if experts % parallel.expert:
-        yield f"{experts} experts are no multiple of parallel.expert={parallel.expert}"
+    if total % parallel.expert:
+        yield f"{total} experts are no multiple of parallel.expert={parallel.expert}"
     width = hf_config.get("moe_intermediate_size")
     chosen = hf_config.get("num_experts_per_tok", 0)
     if not isinstance(width, int):
@@ -91,7 +94,7 @@ def problems(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> Iterator
         yield f"num_experts_per_tok={chosen}: at least 2 are supported, whose weights are normalised"
     if _has_bias(hf_config) and not hf_config.get("norm_topk_prob", True):
         yield "norm_topk_prob=false: only normalised weights are supported"
-    if _groups(hf_config) and chosen != 2 * hf_config.get("topk_group", 1):
+    if _num_groups(hf_config) and chosen != 2 * hf_config.get("topk_group", 1):
         yield f"num_experts_per_tok={chosen} with groups: only 2 for each of topk_group are supported"
     if parallel.tensor > 1 and not parallel.sequence:
         yield f"experts under parallel.tensor={parallel.tensor} need parallel.sequence=true"
@@ -100,7 +103,8 @@ def problems(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> Iterator
 def biases(module: nn.Module) -> dict[str, Tensor]:
     """Return the routers' biases by the module's names: the buffers themselves, not copies.
 
-    They belong to the weights that are loaded, exported and saved, and `named_parameters` leaves them out.
+    They belong to the weights that are loaded, exported and saved, and `named_parameters` leaves them out. Megatron's
+    router gives them the name `expert_bias`; {} for Qwen3-MoE.
     """
     return {
         name: buffer for name, buffer in module.named_buffers() if name.endswith(".expert_bias")
@@ -112,7 +116,7 @@ def _has_bias(hf_config: Mapping[str, Any]) -> bool:
     return bool(hf_config.get("n_routed_experts"))
 
 
-def _groups(hf_config: Mapping[str, Any]) -> int | None:
+def _num_groups(hf_config: Mapping[str, Any]) -> int | None:
     """Return the number of groups of experts, of which a router first chooses some; None without groups."""
     groups = hf_config.get("n_group", 1)
     return groups if groups > 1 else None

@@ -78,7 +78,9 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         if config.q_lora_rank is None:
             queries, _bias = self.linear_q_proj(hidden_states)
         else:
-            latent = self._whole(self.linear_q_down_proj(hidden_states)[0], config.q_lora_rank)
+            latent = self._all_channels(
+                self.linear_q_down_proj(hidden_states)[0], config.q_lora_rank
+            )
             normed = self.q_layernorm(self._own_rows(latent, len(hidden_states)))
             queries, _bias = self.linear_q_up_proj(normed)
         parts = [config.qk_head_dim, config.qk_pos_emb_head_dim]
@@ -87,7 +89,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         # One projection makes the latent vector of keys and values, and the keys' rotated part, which heads share.
-        both = self._whole(self.linear_kv_down_proj(hidden_states)[0], width)
+        both = self._all_channels(self.linear_kv_down_proj(hidden_states)[0], width)
         latent, shared = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         normed = self.kv_layernorm(self._own_rows(latent, len(hidden_states)))
         up, _bias = self.linear_kv_up_proj(normed)
@@ -100,8 +102,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         """Split `[t, 1, n · d]` into heads, `[t, n, d]`."""
         return x[:, 0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
-    def _whole(self, x: Tensor, width: int) -> Tensor:
-        """Return all channels of a down projection, which local specs cut over the tensor-parallel ranks."""
+    def _all_channels(self, x: Tensor, width: int) -> Tensor:
+        """Return all `width` channels of a down projection, which local specs cut over the tensor-parallel ranks."""
         if x.shape[-1] == width:
             return x
         return gather_from_tensor_model_parallel_region(x)
@@ -109,14 +111,14 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _own_rows(self, x: Tensor, rows: int) -> Tensor:
         """Return the rows that sequence parallelism gives to this rank; `x` has `rows` of them, or all.
 
-        `_whole` gathers all rows, too, where the local down projection has gathered its input.
+        `x` has all where the local down projection has gathered its input.
         """
         if len(x) == rows:
             return x
         return scatter_to_sequence_parallel_region(x)
 
     def _for_all_heads(self, x: Tensor, rows: int) -> Tensor:
-        """Return all `rows` `[t, 1, r]` of what the heads of all tensor-parallel ranks read.
+        """Return all `rows` rows, `[t, 1, r]`, of what the heads of all tensor-parallel ranks read.
 
         The backward of both branches sums the gradient over these ranks: each computes that of its own heads only.
         """
@@ -126,5 +128,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Reorder channels: DeepSeek rotates each pair of neighbours, the rest of this package the halves of a head."""
+    """Reorder channels for `rotated`, which rotates channel i with channel i + r / 2. DeepSeek rotates neighbours.
+
+    Queries and keys are reordered alike, so their products stay the same.
+    """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

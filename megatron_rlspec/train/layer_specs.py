@@ -1,7 +1,8 @@
 """Megatron's specs of the layers of policy and drafters: Transformer Engine's on a GPU, the local ones elsewhere.
 
 A spec names the class of each module of a layer. Megatron's functions return specs, and this module replaces single
-classes in them. Names of parameters follow from the spec (`models/names.py` has both kinds).
+classes in them. Names of parameters follow from the spec: if a class changes them, `models/names.py` must follow, which
+has the names of both kinds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNo
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return specs of the policy's layers and final norm on this pipeline stage.
 
-    Core attention is Transformer Engine's with it, else `PackedAttention`.
+    Core attention is Transformer Engine's where that is in use, else `PackedAttention`.
     """
     first = get_transformer_layer_offset(config)
     count = get_num_layers_to_build(config)

@@ -1,5 +1,8 @@
 """Norm and activation of the local layer specs, in plain torch, with the backward written out.
 
+`NormBesideEmbedding` and `DoubleInput` are for the first layer of an EAGLE-3 drafter, whose attention reads embedding
+and hidden state side by side.
+
 Transformer Engine has kernels for these. On a CPU, autograd without a written backward would read and write every
 activation about twice as often. RMSNorm also sets the attribute that sequence parallelism needs; Megatron's
 WrappedTorchNorm refuses it. Megatron builds the classes by the specs in `layer_specs.py`.
@@ -38,7 +41,7 @@ class NormBesideEmbedding(RMSNorm):
     """RMSNorm of a hidden state, behind an embedding: `[..., H]` to `[..., 2H]`, as EAGLE-3's attention reads them.
 
     Megatron's layer gives its norm the hidden state alone. So `Eagle3Drafter.run` sets `embedded`, `[..., H]`, before
-    every call of the layer.
+    every call of the layer, inside the part that is recomputed in the backward pass.
     """
 
     embedded: Tensor
@@ -55,7 +58,7 @@ class DoubleInput(ColumnParallelLinear):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """`RMSNorm.forward`: x `[..., H]`, weight `[H]`. Methods that end in `_` overwrite tensors that only this has."""
+    """`RMSNorm.forward`: x `[..., H]`, weight `[H]`. Only tensors that are made here are overwritten in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

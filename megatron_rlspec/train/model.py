@@ -1,8 +1,8 @@
 """The policy: Megatron's `GPTModel`, built from a Hugging Face config, which returns hidden states instead of logits.
 
-The output head and the loss run outside of it, in chunks over the trained positions (`losses/drafter.py`), so the
-logits of a whole batch are never in memory. The drafter reads the same hidden states, detached. There is no MTP inside
-the model.
+The output head and the losses run outside of it, in chunks over the trained positions (`losses/logprobs.py`,
+`losses/drafter.py`), so the logits of a whole batch are never in memory. The drafter reads the same hidden states,
+detached. There is no MTP inside the model.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def transformer_config(
     Raises ConfigError for a setting that is not implemented, such as a sliding window, and for a size that the
     parallel layout does not divide.
     """
-    check(hf_config, model, parallel)
+    check_model(hf_config, model, parallel)
     dtype = getattr(torch, model.dtype)
-    facts = record_of(hf_config)
+    family = record_of(hf_config)
     heads = hf_config["num_attention_heads"]
     rope = Rope.of(hf_config)
     devices = runtime.device_options()
@@ -82,9 +82,9 @@ def transformer_config(
         kv_channels=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
         layernorm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
         normalization="RMSNorm",
-        qk_layernorm=facts.has_qk_norm(hf_config),
+        qk_layernorm=family.has_qk_norm(hf_config),
         add_bias_linear=False,
-        add_qkv_bias=facts.has_qkv_bias(hf_config),
+        add_qkv_bias=family.has_qkv_bias(hf_config),
         gated_linear_unit=True,
         activation_func=F.silu,
         hidden_dropout=0.0,
@@ -115,8 +115,11 @@ def transformer_config(
     )
 
 
-def check(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError, naming the key, if this model cannot be trained here in this layout."""
+def check_model(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigError, naming the key, if this model cannot be trained here in this layout.
+
+    It needs no process group, so a run calls it before it starts anything (`run/loading.py`).
+    """
     if (
         model.dtype == "float64"
         and runtime.device().type == "cuda"
@@ -151,7 +154,7 @@ def rotary_percent(hf_config: Mapping[str, Any]) -> float:
 class Taps:
     """Capture the inputs of some layers of a model, detached, for an EAGLE-3 drafter: `taps()` after the forward pass.
 
-    layers  counted from 0, over all pipeline stages, ascending
+    layers  counted from 0, over all pipeline stages; the result has their inputs in ascending order
 
     With several stages the inputs travel to the last one beside the hidden states, without a gradient: what a stage
     passes on is wider than `[t, 1, H]`. A later forward pass overwrites the captured inputs.
@@ -258,20 +261,21 @@ class Policy(GPTModel):
         return hidden_states
 
     def head_weight(self) -> Tensor:
+        """Return the output head: `head_weight` below, which also takes the models of other trainers."""
         return head_weight(self)
 
 
 def head_weight(model: GPTModel) -> Tensor:
-    """Return the output head `[V / tensor, H]` on the last stage; the embedding if they are tied."""
+    """Return the output head `[V / tensor, H]`: the parameter, or the embedding's if they are tied. Last stage only."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
 
 
-def embedding_for_drafter(model: GPTModel, copy: Tensor | None) -> Tensor | None:
+def embedding_for_drafter(model: GPTModel, previous: Tensor | None) -> Tensor | None:
     """Return the embedding `[V / tensor, H]` that the drafter reads, detached: a view, or a copy on a later stage.
 
-    copy  what this returned before; None at first
+    previous  what this returned before, which is overwritten where it is a copy; None at first
 
     Call it after each update of the policy: a copy does not follow the weights. Collective over the first and the last
     pipeline stage. On other stages than the last the result is not for a drafter, and may be None.
@@ -285,13 +289,15 @@ def embedding_for_drafter(model: GPTModel, copy: Tensor | None) -> Tensor | None
     if not last and not ps.is_pipeline_first_stage():
         return None
     if not last:
-        copy = model.embedding.word_embeddings.weight.detach()
-    elif copy is None:
+        embedding = model.embedding.word_embeddings.weight.detach()
+    elif previous is None:
         # Embedding and output head have the same shape.
-        copy = torch.empty_like(head_weight(model)).detach()
+        embedding = torch.empty_like(head_weight(model)).detach()
+    else:
+        embedding = previous
     first = ps.get_pipeline_model_parallel_first_rank()
-    dist.broadcast(copy, src=first, group=ps.get_embedding_group())
-    return copy
+    dist.broadcast(embedding, src=first, group=ps.get_embedding_group())
+    return embedding
 
 
 def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:

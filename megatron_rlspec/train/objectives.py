@@ -1,6 +1,9 @@
-"""The policy's objectives: hidden states of one micro-batch to a loss, on the last pipeline stage.
+"""The policy's objectives, and the metrics of a step: sums over micro-batches and ranks, then means.
 
-Each objective returns the loss, already divided by the step's global count, and sums for the records.
+An objective turns the hidden states of one micro-batch into a loss, on the last pipeline stage. It returns the loss,
+already divided by the step's global count, and sums for the records. `reduce_sums` adds these sums, with those of the
+drafter (`drafter_step.py`), and `means` turns them into metrics of the same names, which `records/metric_names.toml`
+lists.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ from megatron_rlspec.losses.logprobs import Observer, policy_logprobs
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch
 
-Sums = dict[str, Tensor]  # of one micro-batch on one rank, detached, by the names of the metrics
+# Of one micro-batch on one rank, detached, by the names of the metrics. All ranks and micro-batches have the same names
+# in the same order, because `sum_over_replicas` adds them without names.
+Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def grpo(
     return loss, records
 
 
-OBJECTIVES = {"sft": sft, "grpo": grpo}
+OBJECTIVES = {"sft": sft, "grpo": grpo}  # by the argument `objective` of `Trainer.train_step`
 # Sums of the drafter with an entry a depth: the metrics of `losses/drafter.Student`. `means` divides them by the
 # drafter's tokens, and all others by the policy's.
 PER_DEPTH = {
@@ -118,7 +123,9 @@ LOSSES = {"policy/loss", "drafter/objective"}  # already divided by the count of
 def means(totals: dict[str, list[float]]) -> dict[str, float]:
     """Turn sums into means over trained tokens, the drafter's per depth (`drafter/match_1`, ...).
 
-    totals  by `reduce_sums`. Not divided: losses and numbers of tokens. A new sum of the drafter belongs in `PER_DEPTH`
+    totals  by `reduce_sums`, without those of a prediction (`drafter_step.pop_prediction`). Not divided: losses and
+            numbers of tokens. A new sum of the drafter belongs in `PER_DEPTH`: every other sum is divided by
+            "policy/tokens", which is missing where only the drafter is trained
     """
     metrics: dict[str, float] = {}
     for name, values in totals.items():
@@ -140,7 +147,10 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
 def with_logprobs(
     batches: Sequence[PackedBatch], field: str, logprobs: Sequence[Tensor]
 ) -> list[PackedBatch]:
-    """Return the batches with these log-probs, `[T]` for each, in `field`: "old_logprobs" or "reference_logprobs"."""
+    """Return copies of the batches with these log-probs, `[T]` for each, in a field of `PackedBatch`.
+
+    field  "old_logprobs" or "reference_logprobs"
+    """
     complete = []
     for batch, values in zip(batches, logprobs, strict=True):
         change: dict[str, Any] = {field: values}
@@ -149,7 +159,10 @@ def with_logprobs(
 
 
 def total_of(updates: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Add the sums of several updates. Losses, which are divided by an update's own count, become their means."""
+    """Add the sums of several updates, at least one. Losses become means: each is divided by its own update's count.
+
+    All updates have the same names. The depths of a sum stay apart.
+    """
     totals: dict[str, list[float]] = {}
     for name in updates[0]:
         parts = zip(*(update[name] for update in updates), strict=True)
@@ -159,7 +172,7 @@ def total_of(updates: Sequence[dict[str, list[float]]]) -> dict[str, list[float]
 
 
 def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
-    """Sum over micro-batches, then over data- and context-parallel ranks; every rank of these must call it.
+    """Sum over micro-batches, then over data- and context-parallel ranks; each of these ranks must call it.
 
     sums  of at least one micro-batch. All of them, on all ranks, must have the same names in the same order and the
           same shapes: the values travel in one array, without names
@@ -179,6 +192,7 @@ def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
 
 def reduce_sums(sums: list[Sums]) -> dict[str, list[float]]:
     """Return the last pipeline stage's `sum_over_replicas` on all ranks. Collective; `sums` is [] on other stages."""
+    # A list of one object, as `broadcast_object_list` fills it in place.
     box = [sum_over_replicas(sums) if ps.is_pipeline_last_stage() else {}]
     if ps.get_pipeline_model_parallel_world_size() > 1:
         group = ps.get_pipeline_model_parallel_group()

@@ -1,4 +1,4 @@
-"""Megatron's DDP and optimizers, one pair for the policy and one for the drafter, with nothing in common.
+"""Megatron's DDP and optimizers, one pair for the policy and one for the drafter, with no tensor in common.
 
 One optimizer for both would clip both by one norm and skip both after one overflow. One gradient buffer for both would
 split the all-reduce differently and round the policy's gradient differently on three ranks or more.
@@ -39,7 +39,7 @@ from megatron_rlspec.config import OptimizerConfig
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters that are split over the same ranks, with Megatron's optimizer for them.
+    """A share of a module's parameters, all split over the same ranks, with Megatron's optimizer for them.
 
     experts    True: the experts, which are split over expert-parallel ranks; False: all other parameters
     optimizer  Megatron's; it has no parameters on a pipeline stage without experts
@@ -63,16 +63,18 @@ class Part:
 class Learner:
     """A module with its own gradient buffers and its own AdamW. One-dimensional parameters have no weight decay.
 
-    One step: `zero_grad`, backward passes through `ddp`, `finalize`, `step`. `finalize` and `step` are collective over
-    the ranks that hold a part of the module; construct a Learner on exactly these.
+    One step: `zero_grad`, backward passes through `ddp`, then `finalize` once, which sums gradients over ranks, and
+    `step` once. Construction, `finalize` and `step` are collective over the ranks that hold a part of the module;
+    construct a Learner on exactly these.
 
     pipelined  True: the module is split over pipeline stages (the policy). False: it is whole on this one (the drafter)
     overlap    sum gradients over replicas while the last micro-batch's backward still computes. The schedule must run
                the other micro-batches in `ddp.no_sync()`. Not for the drafter: its backward runs in the forward
                pass of every micro-batch, without `no_sync`
-    pace       the rate decays by the updates of this learner, if it has any; None: by the learner's own. The drafter
-               can have several updates in a step, or none, and follows the policy
-    steps      updates so far, also those before a resume (`checkpoint.load`)
+    pace       the learning rate decays by the number of updates of this other learner, if it has made any; None: by the
+               learner's own. The drafter can have several updates in a step, or none, and follows the policy
+    steps      updates so far, also those before a resume; `checkpoint.py` saves and sets it
+    parts      one, or with expert parallelism two, in this order: all other parameters, experts
     """
 
     def __init__(
@@ -119,12 +121,12 @@ class Learner:
             params_dtype=dtype,
             use_distributed_optimizer=adam.distributed,
         )
-        self.parts = [self._part(config, experts=False)]
+        self.parts = [self._build_part(config, experts=False)]
         if module.config.num_moe_experts and module.config.expert_model_parallel_size > 1:
-            self.parts.append(self._part(config, experts=True))
+            self.parts.append(self._build_part(config, experts=True))
         self.optimizer = ChainedOptimizer([part.optimizer for part in self.parts])
 
-    def _part(self, config: MegatronConfig, *, experts: bool) -> Part:
+    def _build_part(self, config: MegatronConfig, *, experts: bool) -> Part:
         """Build one part as Megatron's `get_megatron_optimizer` does.
 
         That function communicates over all ranks, and only those of the last pipeline stage have a drafter. So this
@@ -155,7 +157,7 @@ class Learner:
         else:
             shards = stage()
             instance = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        groups = _groups(self.ddp, config, experts=experts)
+        groups = _parameter_groups(self.ddp, config, experts=experts)
         with warnings.catch_warnings():
             # Megatron warns of a stage without experts, which is no mistake.
             warnings.filterwarnings("ignore", message=".*there is no optimizer on RANK")
@@ -187,13 +189,14 @@ class Learner:
             self._offloaded = True
 
     def zero_grad(self) -> None:
-        """Zero the gradients, after taking back what `release_memory` freed or moved."""
+        """Zero the gradients, after taking back what `release_memory` freed or moved. Backward passes come after it."""
         if self._offloaded:
             self.optimizer.restore_from_cpu()
             self._offloaded = False
         for gradients in self._gradients():
             storage = gradients.untyped_storage()
             if storage.nbytes() == 0:
+                # Its values are undefined until `zero_grad_buffer` below.
                 storage.resize_(gradients.nbytes)
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -229,7 +232,8 @@ class Learner:
             for part in self.parts:
                 parameters = part.optimizer.get_parameters()
                 clip_grad_by_total_norm_fp32(parameters, self.adam.clip_grad, norm)
-        self.steps += 1  # before `rate`, which is then above 0 in the first update of a warm-up
+        # Before `rate`, which is then above 0 in the first update of a warm-up. A skipped update does not count.
+        self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
@@ -244,7 +248,7 @@ class Learner:
             warmup = min(1.0, self.steps / adam.warmup_steps)
         decay = 1.0
         if adam.decay_steps:
-            # A policy that is not trained has no steps.
+            # A policy that is not trained has 0 updates: then the drafter decays by its own.
             paced_steps = self._pace.steps or self.steps
             decay = max(0.1, 1 - 0.9 * paced_steps / adam.decay_steps)
         return adam.lr * min(warmup, decay)
@@ -255,10 +259,10 @@ def _is_expert(parameter: Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _groups(
+def _parameter_groups(
     ddp: DistributedDataParallel, config: MegatronConfig, *, experts: bool
 ) -> list[dict[str, Any]]:
-    """Make Megatron's parameter groups: matrices, and parameters without weight decay; [] without parameters.
+    """Make Megatron's parameter groups: matrices, then parameters without weight decay; [] without parameters.
 
     `step` reads "wd_mult" and sets "lr"; the other keys are those that Megatron's optimizer expects. The order of the
     groups is part of a checkpoint (`checkpoint._tensors`).

@@ -23,9 +23,9 @@ from megatron_rlspec.train.attention import PackedSequences
 from megatron_rlspec.train.objectives import Sums, reduce_sums, with_logprobs
 from megatron_rlspec.types import PackedBatch
 
-# The most tokens of a micro-batch whose distributions `drift` compares. One array `[ROWS, V / tensor]` for each
+# The most tokens of a micro-batch whose distributions `drift` compares. One array `[DRIFT_TOKENS, V / tensor]` for each
 # micro-batch is in memory at once.
-ROWS = 512
+DRIFT_TOKENS = 512
 
 
 class Reference:
@@ -39,7 +39,7 @@ class Reference:
             self._copies.append((tensor, tensor.detach().cpu().clone()))
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _as_policy(self) -> Iterator[None]:
         """Give the policy the reference's values during the block, and its own back afterwards, bit for bit.
 
         Nothing may update the policy inside the block: the optimizer's float32 weights are not exchanged.
@@ -51,6 +51,7 @@ class Reference:
             self._exchange()
 
     def _exchange(self) -> None:
+        """Exchange the values of policy and reference. A second call restores both."""
         for tensor, copy in self._copies:
             present = tensor.detach().to("cpu", copy=True)
             # In place: Megatron's buffers and views of the parameter must stay.
@@ -60,7 +61,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Compute `Trainer.logprobs` with the reference; then restore the current weights bit for bit."""
-        with self._in_place():
+        with self._as_policy():
             return self._trainer.logprobs(batches)
 
     def with_logprobs(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
@@ -74,14 +75,15 @@ class Reference:
         drift/kl       mean KL(policy ‖ reference) of the next token, in nats, at the rollouts' temperature
         drift/changed  share of tokens whose likeliest token differs
 
-        The sample is at most `ROWS` tokens of a micro-batch, evenly spaced.
+        The sample is at most `DRIFT_TOKENS` tokens of each micro-batch, evenly spaced. `batches`: at least one, and as
+        many on all ranks of a pipeline. The policy stays in eval mode; `Trainer.train_step` sets train mode.
         """
         self._trainer.policy.eval()
-        with self._in_place():
-            rows = self._trainer.read(batches, self._report_distribution)
+        with self._as_policy():
+            of_reference = self._trainer.run_forward(batches, self._report_distribution)
         # The schedule runs micro-batches in the same order again, so each takes the next array.
-        report = partial(self._report_drift, iter(rows))
-        totals = reduce_sums(self._trainer.read(batches, report))
+        report = partial(self._report_drift, iter(of_reference))
+        totals = reduce_sums(self._trainer.run_forward(batches, report))
         (tokens,) = totals.pop("drift/tokens")  # popped, so that the others are divided by it
         return {name: values[0] / max(tokens, 1.0) for name, values in totals.items()}
 
@@ -98,8 +100,8 @@ class Reference:
         packed: PackedSequences,
         hidden: Tensor,
     ) -> Sums:
-        head, logp = self._distribution(batch, hidden)
-        logq = next(reference)
+        head, logp = self._distribution(batch, hidden)  # p: the policy
+        logq = next(reference)  # q: the reference
         # Of this rank's part of the vocabulary; `head.sum` below adds the other ranks' parts.
         divergence = (logp.exp() * (logp - logq)).sum(-1)
         changed = head.argmax(logp) != head.argmax(logq)
@@ -110,7 +112,7 @@ class Reference:
         }
 
     def _distribution(self, batch: PackedBatch, hidden: Tensor) -> tuple[VocabParallelHead, Tensor]:
-        """Return the head and log-probabilities `[n, V / tensor]` of at most `ROWS` of the trained tokens.
+        """Return the head and log-probabilities `[n, V / tensor]` of at most `DRIFT_TOKENS` of the trained tokens.
 
         hidden  `[T, 1, H]`. The choice of tokens depends on the batch only, so policy and reference have the same ones
         """
@@ -118,7 +120,7 @@ class Reference:
         group = ps.get_tensor_model_parallel_group()
         head = VocabParallelHead.of(layer.weight, layer.temperature, group)
         trained = batch.loss_mask.nonzero()[:, 0]
-        every = max(1, math.ceil(len(trained) / ROWS))
-        rows = to_device(trained[::every], hidden.device)
+        spacing = max(1, math.ceil(len(trained) / DRIFT_TOKENS))
+        rows = to_device(trained[::spacing], hidden.device)
         scores = head.scores(hidden[:, 0].index_select(0, rows))
         return head, scores - head.log_sum_exp(scores)[:, None]

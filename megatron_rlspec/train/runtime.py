@@ -51,7 +51,7 @@ def placement() -> dict[str, Any]:
     }
 
 
-def launch_env() -> None:
+def set_launch_env() -> None:
     """Set torchrun's variables, for a job of one rank, in a process that torchrun did not start (it has no RANK)."""
     if "RANK" in os.environ:
         return
@@ -65,7 +65,10 @@ def launch_env() -> None:
 
 
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
-    """Join the job, make Megatron's groups if there are none yet, and seed its random streams. Collective."""
+    """Join the job, make Megatron's groups if there are none yet, and seed its random streams. Collective.
+
+    A second call keeps the groups, whatever `parallel` says, and only seeds again.
+    """
     without_cuda.install()  # first: on a machine without a GPU, all else needs its replacements
     if not parallel_state.model_parallel_is_initialized():
         _create_groups(parallel)
@@ -73,7 +76,8 @@ def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
 
 
 def _create_groups(parallel: ParallelConfig) -> None:
-    launch_env()
+    """Make torch's process group, if there is none, and Megatron's groups."""
+    set_launch_env()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
@@ -117,7 +121,7 @@ def leave() -> None:
 
 
 def first_message(message: str) -> str:
-    """Return the first rank's message that is not empty; "" if all are. Collective."""
+    """Return, on every rank, the first rank's message that is not empty; "" if all are. Collective."""
     texts: list[str] = ranks.job().share(message)
     return next(filter(None, texts), "")
 
@@ -135,7 +139,7 @@ def device_options() -> dict[str, Any]:
     return {
         "use_cpu_initialization": not gpu,
         "bias_activation_fusion": has_transformer_engine(),
-        # Named after Transformer Engine, but it means: the activation is given in the layer spec.
+        # Named after Transformer Engine, but it means: the activation is given in the layer spec (`layer_specs.py`).
         "use_te_activation_func": not has_transformer_engine(),
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": False,
@@ -149,7 +153,7 @@ def device_options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def own_random_stream(seed: int) -> Iterator[None]:
-    """Seed every generator inside the `with` block, and restore all of them after it.
+    """Seed every generator inside the `with` block, and restore all of them after it. Call it after `init_distributed`.
 
     So the policy draws the same random numbers with and without a drafter.
     """

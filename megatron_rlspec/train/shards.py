@@ -1,7 +1,8 @@
-"""Load full Hugging Face tensors into this job's shards, and export them.
+"""Load full Hugging Face tensors into this job's shards, and gather the shards to full tensors.
 
 The names of tensors, and how each is cut over tensor-parallel ranks, are in the name table (`models/names.py`). This
-module knows which rank holds which layers and experts. Its functions talk over Megatron's process groups.
+module knows which rank holds which layers and experts. `export` and `gather_tensors` are collective over Megatron's
+process groups; the other functions only ask these groups for this rank's place.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.types import Scope
 
 
-def family(hf_config: Mapping[str, Any]) -> NameTable:
-    """Return the name table of this job's modules, for a drafter of one MTP layer, or an EAGLE-3 drafter."""
+def job_name_table(hf_config: Mapping[str, Any]) -> NameTable:
+    """Return the name table of the policy and of its drafter: one MTP layer, or an EAGLE-3 drafter.
+
+    It fits the layer specs that `layer_specs.py` chooses on this machine.
+    """
     spec: Literal["te", "local"] = "te" if runtime.has_transformer_engine() else "local"
     # A checkpoint may have more MTP layers, or none. The job trains one, or an EAGLE-3 drafter in its place.
     layers = 0 if DRAFTER in hf_config else 1
@@ -32,7 +36,7 @@ def family(hf_config: Mapping[str, Any]) -> NameTable:
 
 
 def global_name(name: str, config: TransformerConfig) -> str:
-    """Return the canonical name of this rank's parameter, with global layer and expert numbers.
+    """Return the canonical name of this rank's parameter `name`, with global layer and expert numbers.
 
     Megatron numbers the layers of each pipeline stage, and the experts of each rank, from 0.
     """
@@ -56,6 +60,7 @@ def load(
 ) -> None:
     """Copy every tensor that this rank holds a shard of into `modules`, cast to its type. It does not communicate.
 
+    modules  policy, drafter or both; their names differ
     config   Megatron's, of the policy, also for a drafter's module
     tensors  full ones, under Hugging Face names
 
@@ -101,8 +106,8 @@ def export(
     """Yield full tensors under Hugging Face names, on rank 0; the others yield nothing.
 
     They are copies on the CPU; if `live`, they are on this rank's device and may be parameters: read them before the
-    next step. Every rank must exhaust it, because it communicates. `drafter` is None on all but the last pipeline
-    stage.
+    next step. It communicates, so every rank must call it with the same `scope`, and exhaust it. `drafter` is None on
+    all but the last pipeline stage.
     """
     # One replica of the experts takes part: without expert parallelism, one replica of everything. Whole process groups
     # stay out, so nobody waits for them. Rank 0 is in the replica that takes part.
@@ -126,12 +131,13 @@ def export(
                 yield hf, tensor.contiguous()
 
 
-def whole(
+def gather_tensors(
     table: NameTable, shards: Mapping[str, Tensor], config: TransformerConfig, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors under Hugging Face names on `device`, on every rank. Collective over each replica's ranks.
 
-    `shards`: by canonical name, on any device, of a module that the last pipeline stage has; on the others empty.
+    `shards`: by canonical name, on any device, of a module that the last pipeline stage has; on the others empty. It
+    communicates, so every rank must exhaust it.
     """
     last = ps.get_pipeline_model_parallel_world_size() - 1
     for name, parts in _gathered(shards, last, config, device):
@@ -164,7 +170,7 @@ def _gathered(
         if pipeline.size() > 1:
             dist.broadcast(shard, src=source, group=pipeline)
         # An expert's group has the expert-parallel ranks, too, each with its tensor-parallel ranks side by side.
-        names = _of_all_ranks(name, config)
+        names = _names_on_all_ranks(name, config)
         group = ps.get_tensor_model_parallel_group()
         if len(names) > 1:
             group = ps.get_expert_tensor_and_model_parallel_group()
@@ -172,11 +178,11 @@ def _gathered(
         if group.size() > 1:
             parts = [torch.empty_like(shard) for _ in range(group.size())]
             dist.all_gather(parts, shard, group=group)
-        for i, global_of_rank in enumerate(names):
-            yield global_of_rank, parts[i * size : (i + 1) * size]
+        for i, name_on_rank in enumerate(names):
+            yield name_on_rank, parts[i * size : (i + 1) * size]
 
 
-def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
+def _names_on_all_ranks(name: str, config: TransformerConfig) -> list[str]:
     """Return, for the expert `name` of this rank, the names on all expert-parallel ranks at the same local index.
 
     For a tensor that is not an expert's, return [name]: all these ranks hold the same one.
@@ -190,4 +196,5 @@ def _of_all_ranks(name: str, config: TransformerConfig) -> list[str]:
 
 
 def _experts_of_a_rank(config: TransformerConfig) -> int:
+    """Return the number of routed experts of a layer that each expert-parallel rank holds; 0 for a dense model."""
     return (config.num_moe_experts or 0) // ps.get_expert_model_parallel_world_size()

@@ -1,7 +1,7 @@
 """The pipeline stages of a job of any size, built in one process, and the memory of their ranks.
 
 The trainer is that of a real run, on torch's meta device, with torch's fake process group in place of the other ranks.
-Of the model directory only config.json is read.
+So no weights are read, and no tensor has values. `dry_run.py` prints the result.
 
 The memory is that of weights, gradients and optimizer state, counted, and of activations, estimated
 (`memory_estimate.py`). Workspaces of kernels and fragmentation come on top.
@@ -36,16 +36,19 @@ _META = torch.device("meta")
 class Stage:
     """One rank of a pipeline stage.
 
-    layers           of the policy, from 0 over all stages
-    policy, drafter  number of parameters on this rank
-    counted          number of parameters (policy, drafter) on all ranks of the stage, each one once
-    memory           bytes at a step's peak
+    layers              of the policy, counted from 0 over all stages
+    policy_of_rank      number of the policy's parameters on this rank
+    drafter_of_rank     number of the drafter's; 0 on all stages but the last
+    policy_of_stage     number of the policy's parameters on all ranks of the stage, each one once
+    drafter_of_stage    number of the drafter's, counted in the same way
+    memory              bytes on this rank
     """
 
     layers: range
-    policy: int
-    drafter: int
-    counted: tuple[int, int]
+    policy_of_rank: int
+    drafter_of_rank: int
+    policy_of_stage: int
+    drafter_of_stage: int
     memory: RankMemory
 
 
@@ -56,40 +59,42 @@ def build(config: Config, hf_config: Mapping[str, Any], world: int) -> list[Stag
 
 def parameters(built: list[Stage]) -> tuple[int, int]:
     """Count the parameters of policy and drafter over all stages. A parameter on several ranks counts once."""
-    policy = sum(stage.counted[0] for stage in built)
-    drafter = sum(stage.counted[1] for stage in built)
+    policy = sum(stage.policy_of_stage for stage in built)
+    drafter = sum(stage.drafter_of_stage for stage in built)
     return policy, drafter
 
 
 def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int) -> Stage:
+    """Build the first rank of pipeline stage number `stage`. All ranks of a stage have equally many parameters."""
     parallel = config.parallel
     last = stage == parallel.pipeline - 1
     # Megatron numbers ranks stage by stage, so this is the stage's first rank.
     with _fake_rank(config, world, rank=stage * world // parallel.pipeline):
         trainer = Trainer(config, hf_config)
-        policy = _count(trainer.table, trainer.policy, trainer.model_config)
+        policy = _count(trainer.name_table, trainer.policy, trainer.model_config)
         drafter = Counter[str]()
         if trainer.drafter is not None:
-            drafter = _count(trainer.table, trainer.drafter, trainer.model_config)
-        counted = _of_all_ranks(policy, parallel)
+            drafter = _count(trainer.name_table, trainer.drafter, trainer.model_config)
+        policy_of_stage = _of_all_ranks(policy, parallel)
         copied = 0  # bytes of weights that are no parameters
         if stage and last:  # with several stages: see `train.model.embedding_for_drafter`
             head = trainer.policy.head_weight()
             if trainer.policy.share_embeddings_and_output_weights:
                 # The embedding's copy on this stage. The first stage has counted it.
-                counted -= parallel.tensor * head.numel()
+                policy_of_stage -= parallel.tensor * head.numel()
             elif trainer.drafter is not None:
                 copied = head.nbytes  # the drafter's copy of the embedding
     experts = policy["experts"] + drafter["experts"]
     memory = rank_memory(config, world, (policy + drafter).total() - experts, experts)
-    in_step = activation_bytes(config, hf_config, stage)
+    activations = activation_bytes(config, hf_config, stage)
     per_stage = trainer.model_config.num_layers // parallel.pipeline
     return Stage(
-        range(stage * per_stage, (stage + 1) * per_stage),
-        policy.total(),
-        drafter.total(),
-        (counted, _of_all_ranks(drafter, parallel)),
-        replace(memory, weights=memory.weights + copied, activations=in_step),
+        layers=range(stage * per_stage, (stage + 1) * per_stage),
+        policy_of_rank=policy.total(),
+        drafter_of_rank=drafter.total(),
+        policy_of_stage=policy_of_stage,
+        drafter_of_stage=_of_all_ranks(drafter, parallel),
+        memory=replace(memory, weights=memory.weights + copied, activations=activations),
     )
 
 
@@ -114,14 +119,14 @@ def _count(table: NameTable, module: nn.Module, config: Any) -> Counter[str]:
 
 
 def _of_all_ranks(sizes: Counter[str], parallel: ParallelConfig) -> int:
-    """Count every parameter of a module once; `sizes` by `_count`."""
+    """Count every parameter of a module once, over the tensor- and expert-parallel ranks; `sizes` by `_count`."""
     return parallel.tensor * (sizes["cut"] + parallel.expert * sizes["experts"]) + sizes["whole"]
 
 
 def _untrained(learner: Any, module: nn.Module, *_: Any, **__: Any) -> None:
     """Replace `Learner.__init__`: no gradient buffers and no optimizer, whose memory `rank_memory` computes.
 
-    `Trainer.__init__` reads nothing else of a learner.
+    Of what `Learner.__init__` sets, `Trainer.__init__` reads only `ddp`. If that changes, set the attribute here, too.
     """
     learner.ddp = module
 

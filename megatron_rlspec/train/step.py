@@ -40,7 +40,7 @@ from megatron_rlspec.train.drafter_step import (
     DrafterTargets,
     follow_rounds,
     objective_of,
-    prediction_of,
+    pop_prediction,
 )
 from megatron_rlspec.train.model import (
     Policy,
@@ -56,19 +56,23 @@ from megatron_rlspec.types import PackedBatch, Scope
 
 
 class Trainer:
-    """Policy, drafter and their optimizers on this rank. Every method is collective: all ranks must call it.
+    """Policy, drafter and their optimizers on this rank.
+
+    All ranks must call every method that is not noted below as local, in the same order: it communicates, or it changes
+    what the next one communicates. Local are `learners` and `output_layer`.
 
     hf_config      the parsed config.json; with an EAGLE-3 drafter's under `DRAFTER`
-    table          names of the tensors of policy and drafter, and how they are cut over ranks
+    name_table     names of the tensors of policy and drafter, and how they are cut over ranks
     learner        the policy's gradient buffers and optimizer
     drafter        None on all pipeline stages but the last, and without `drafter.train`; so are `drafter_step` and
                    `drafter_learner`
-    prediction     of the next rollout's acceptance, by the last step, the same on every rank; None after a step
-                   that is not GRPO or trains no drafter
+    prediction     of the next rollout's acceptance, by the last step, the same on every rank; None if that step was not
+                   GRPO or trained no drafter, and if the drafter's loss was not finite
     totals         sums of the newest step over all ranks, for `objectives.means`; read by `train/updates.py`
-    sharpness      of coupled drafts (`types.SHARPNESS`), by the newest prediction that has one; None before it
+    sharpness      of coupled drafts (`types.SHARPNESS`), by the newest prediction that has one, of a step or of
+                   `accept_lengths`; checkpoints keep it; None before it
     temperature    at which policy and drafter are trained
-    reference      None before `keep_reference`
+    reference      the policy as it was at `keep_reference`; None before
     embedding      what the drafter reads, `[V / tensor, H]`, detached; see `embedding_for_drafter`
     """
 
@@ -84,7 +88,7 @@ class Trainer:
         self.rope = Rope.of(hf_config)
         policy = Policy(self.model_config, hf_config, config.model.max_length)
         self.policy = policy.to(self.device)
-        self.table = shards.family(hf_config)
+        self.name_table = shards.job_name_table(hf_config)
         overlap = runtime.has_transformer_engine()
         self.learner = Learner(self.policy, config.optimizer, pipelined=True, overlap=overlap)
         self.drafter: Drafter | None = None
@@ -124,15 +128,18 @@ class Trainer:
         return None if self.drafter_step is None else self.drafter_step.learner
 
     def load_hf(self, tensors: Mapping[str, Tensor], *, fresh_drafter: bool = False) -> None:
-        """Load full tensors under Hugging Face names. Raises CheckpointError if one is missing or has another shape.
+        """Load full tensors under Hugging Face names.
 
         `fresh_drafter` leaves the drafter and its optimizer as they are; its tensors may be missing.
+
+        Raises CheckpointError if a tensor is missing or has another shape, but only on the ranks that hold a shard of
+        it. Others can then wait in `refresh_embedding`, so the error must end the job.
         """
         learners = self.learners()
         if fresh_drafter:
             learners.pop("drafter", None)
         modules = [learner.ddp.module for learner in learners.values()]
-        shards.load(self.table, modules, self.model_config, tensors)
+        shards.load(self.name_table, modules, self.model_config, tensors)
         # Copies the weights to the optimizer's float32 copies; the next update would else write the old weights back.
         for learner in learners.values():
             learner.optimizer.reload_model_params()
@@ -143,16 +150,24 @@ class Trainer:
 
         `live`: without copies, for a reader that is done before the next step.
         """
-        return shards.export(self.table, self.policy, self.drafter, self.model_config, scope, live)
+        return shards.export(
+            self.name_table, self.policy, self.drafter, self.model_config, scope, live
+        )
 
     def save(self, directory: Path) -> None:
-        """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all."""
+        """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all.
+
+        Raises `checkpoint.SaveError` on every rank.
+        """
         # `load` compares the keys of `_layout` only, so the sharpness may differ.
         state = self._layout() | {"sharpness": self.sharpness}
         checkpoint.save(directory, self.learners(), state)
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`, by as many ranks in the same layout. Raises CheckpointError if anything differs."""
+        """Continue from `save`, by as many ranks in the same layout. Raises CheckpointError if the layout differs.
+
+        Call `set_draft_vocabulary` before: without it the draft vocabulary of an EAGLE-3 drafter is not compared.
+        """
         checkpoint.load(directory, self.learners(), self._layout())
         self.sharpness = read_object(directory / checkpoint.LAYOUT)["sharpness"]
         self.refresh_embedding()
@@ -168,7 +183,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Take one optimizer step over this rank's micro-batches; the returned metrics are the same on all ranks.
 
-        All ranks of a pipeline must have the same number of micro-batches. {} if nothing is trained.
+        All ranks must have the same number of micro-batches, at least one (`packing/pack.py` returns so many): stages
+        and ranks with experts exchange tensors in each. Returns {} if nothing is trained.
 
         train_policy  False: the policy only computes hidden states; only the drafter learns
         train_drafter False: the drafter does not run
@@ -187,12 +203,13 @@ class Trainer:
             self.drafter.train()
             self.drafter_step.begin()
         losses = partial(self._losses, objective, train_policy, train_drafter)
-        sums = self.run(batches, losses, forward_only=not train_policy)
+        sums = self.run_schedule(batches, losses, forward_only=not train_policy)
         predicted_steps = self._objective.predicted_steps
-        # First the tables of predictions become sums: `reduce_sums` needs equal shapes in all micro-batches.
+        # Before `reduce_sums`, which needs equal shapes in all micro-batches. A table has a row for each position.
         follow_rounds(sums, predicted_steps)
         self.totals = reduce_sums(sums)
-        self.learn_prediction(prediction_of(self.totals, predicted_steps))
+        # Before `means`, which cannot average the sums of the prediction.
+        self.learn_prediction(pop_prediction(self.totals, predicted_steps))
         metrics = means(self.totals)
         if train_policy:
             # These metrics are reduced over all ranks, so all ranks update or none does. SFT has no gap; a NaN is
@@ -211,10 +228,14 @@ class Trainer:
         return metrics
 
     def set_draft_vocabulary(self, draft_ids: np.ndarray) -> None:
-        """Train the drafter on the draft vocabulary `[S] int64` in later steps: the ids that engines draft from."""
+        """Train the drafter on the draft vocabulary `[S] int64` in later steps: the ids that engines draft from.
+
+        For an EAGLE-3 drafter they are those of its own output layer (`DrafterStep.head`), in the order of its file:
+        the checksum in `_layout` depends on the order.
+        """
         self._draft_ids = torch.from_numpy(draft_ids)
         if self.drafter_step is not None:
-            self.drafter_step.words = self._draft_ids
+            self.drafter_step.draft_ids = self._draft_ids
 
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probabilities of labels at `temperature`, on the CPU, `[T]` per micro-batch; 0 if not trained.
@@ -222,14 +243,14 @@ class Trainer:
         They are the same on all pipeline stages, in float32, or in float64 for a model in float64.
         """
         self.policy.eval()
-        rows = self.read(batches, self._report_logprobs)
+        logprobs = self.run_forward(batches, self._report_logprobs)
         if self.last_stage:
-            rows = [row.cpu() for row in rows]
+            logprobs = [values.cpu() for values in logprobs]
         else:
             # To receive what `policy_logprobs` returns on the last stage: shape and dtype must be equal there.
             exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
-            rows = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
-        return [_from_last_stage(row) for row in rows]
+            logprobs = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
+        return [_from_last_stage(values) for values in logprobs]
 
     @torch.no_grad()
     def accept_lengths(
@@ -241,7 +262,8 @@ class Trainer:
         spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed
         with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers.
 
-        No weight changes, but `sharpness` becomes the best one for these texts.
+        No weight changes, but `sharpness` becomes the best one for these texts. Needs `drafter.train`. `steps` are
+        above 0 and ascending.
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)
@@ -261,10 +283,10 @@ class Trainer:
             self.drafter.eval()
             replay.objective = objective
         # Other stages have no step, and pass None to a report that they never make.
-        sums = self.read(batches, partial(self._replayed, replay))
+        sums = self.run_forward(batches, partial(self._replayed, replay))
         follow_rounds(sums, objective.predicted_steps)
         totals = reduce_sums(sums)
-        prediction = prediction_of(totals, objective.predicted_steps)
+        prediction = pop_prediction(totals, objective.predicted_steps)
         if prediction is None:  # no position can start a round, or the loss was not finite
             return dict.fromkeys(steps, 1.0)
         self.sharpness = prediction.sharpness or self.sharpness
@@ -277,23 +299,33 @@ class Trainer:
             self.sharpness = prediction.sharpness or self.sharpness
 
     def keep_reference(self) -> None:
-        """Copy the current policy, for `reference`."""
+        """Copy the current policy, for `reference`. Called once, when the policy has the weights to compare with."""
         self.reference = Reference(self)
 
     def refresh_embedding(self) -> None:
-        """Update `embedding` after the policy's weights have changed; it broadcasts between pipeline stages."""
+        """Update `embedding` after the policy's weights have changed; it broadcasts between pipeline stages.
+
+        Without it the drafter of a later stage would read the embedding of an older policy.
+        """
         if self.config.drafter.train:
             self.embedding = embedding_for_drafter(self.policy, self.embedding)
 
     def learners(self) -> dict[str, Learner]:
-        """Return the learners on this rank, "policy" and "drafter"; checkpoint files begin with these names."""
+        """Return the learners on this rank, "policy" and "drafter", as a new dict. Local.
+
+        Checkpoint files begin with these names, by which `conversion/run_checkpoint.py` finds them.
+        """
         learners = {"policy": self.learner}
         if self.drafter_learner is not None:
             learners["drafter"] = self.drafter_learner
         return learners
 
-    def run(self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool) -> list[Any]:
-        """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, [] on other stages.
+    def run_schedule(
+        self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool
+    ) -> list[Any]:
+        """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, on the last stage.
+
+        Other stages return [].
 
         loss          called on the last stage as loss(batch, packed, hidden `[T, 1, H]`); returns (the loss, whose
                       backward the schedule runs; a token count, which nothing reads; the report)
@@ -321,9 +353,10 @@ class Trainer:
             forward_only=forward_only,
         )
 
-    def read(self, batches: Sequence[PackedBatch], report: Callable[..., Any]) -> list[Any]:
-        """Run the policy without gradients; return `report(batch, packed, hidden)` of each, [] on other stages.
+    def run_forward(self, batches: Sequence[PackedBatch], report: Callable[..., Any]) -> list[Any]:
+        """Run the policy without gradients; return `report(batch, packed, hidden)` of each micro-batch.
 
+        Stages before the last one return [].
         `hidden` is `[T, 1, H]`. The caller sets train or eval mode.
         """
 
@@ -332,14 +365,17 @@ class Trainer:
                 reported = report(batch, packed, hidden)
             return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), reported
 
-        return self.run(batches, loss, forward_only=True)
+        return self.run_schedule(batches, loss, forward_only=True)
 
     def output_layer(self, temperature: float) -> OutputLayer:
-        """Return the policy's output layer on this rank of the last stage, at a temperature."""
+        """Return the policy's output layer on this rank of the last stage, at a temperature. Local."""
         return OutputLayer(self.policy.head_weight(), temperature)
 
     def _layout(self) -> dict[str, Any]:
-        """Return what must be equal between a checkpoint and the run that resumes from it."""
+        """Return what must be equal between a checkpoint and the run that resumes from it.
+
+        These are keys of `layout.json`. `conversion/run_checkpoint.py` reads "tensor", "drafter" and "eagle3".
+        """
         parallel = self.config.parallel
         drafter = self.config.drafter
         layout: dict[str, Any] = {}
@@ -366,6 +402,8 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Sums]:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward.
 
+        The first three arguments are bound by `train_step`; the others come from `run_schedule`.
+
         The order is fixed. The student exists before the policy's loss, which hands it every chunk of its logits (the
         teacher's). The drafter's loss is complete only after the last chunk.
         """
@@ -382,7 +420,7 @@ class Trainer:
             targets = _drafter_targets(batch)
             predict = objective == "grpo" and bool(step.objective.predicted_steps)
             outputs = self._draft(batch, packed, hidden)
-            student = step.student(outputs, targets, layer, predict=predict)
+            student = step.make_student(outputs, targets, layer, predict=predict)
             if step.shares_policy_logits:
                 observe = student.observe
         if train_policy:
@@ -400,7 +438,11 @@ class Trainer:
         return loss, torch.zeros((), dtype=torch.int), sums
 
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
-        """Run the drafter's forward; return the input of the output layer, `[T, H]` per depth."""
+        """Run the drafter's forward; return the input of the output layer, `[t, H]` per depth.
+
+        t is the number of tokens of `drafter_part`, T without it. An EAGLE-3 drafter reads the policy's newest forward
+        pass (`Policy.taps`), so `batch` must be that of this pass.
+        """
         assert self.drafter is not None
         assert self.drafter_learner is not None
         assert self.embedding is not None
@@ -422,8 +464,8 @@ class Trainer:
         self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor
     ) -> Tensor:
         layer = self.output_layer(self.temperature)
-        rows, _ = layer.logprobs(batch, hidden[:, 0])
-        return rows
+        logprobs, _ = layer.logprobs(batch, hidden[:, 0])
+        return logprobs
 
     def _replayed(
         self,
@@ -438,7 +480,7 @@ class Trainer:
         targets = _drafter_targets(batch)
         outputs = self._draft(batch, packed, hidden)
         layer = self.output_layer(self.temperature)
-        student = step.student(outputs, targets, layer, predict=True)
+        student = step.make_student(outputs, targets, layer, predict=True)
         return step.learn(student, targets, None)  # its loss is "ce", without a teacher
 
     def _update_drafter(self) -> dict[str, float]:
@@ -462,7 +504,7 @@ def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
 
 def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
     """Return the targets of the samples that the drafter learns from."""
-    rows = batch.drafter_rows  # of the whole batch; `drafter_part` has none
+    rows = batch.drafter_rows  # before `batch` is replaced: only the whole batch has this field
     batch = batch.drafter_part or batch
     return DrafterTargets(
         labels=batch.drafter_labels,

@@ -26,14 +26,18 @@ def train_rollout(
     """Take an optimizer step over each mini-batch, which holds this rank's micro-batches. Collective.
 
     Arguments and metrics are those of `Trainer.train_step`; {} if it trains nothing. There is at least one mini-batch,
-    and all ranks have as many. The old log-probs of all mini-batches are of the policy before the first update.
-    Learning rates, norms, losses and shares of skipped updates are means over the updates, other metrics are means over
-    the tokens of all mini-batches.
+    and all ranks have as many. The old log-probs of all mini-batches are of the policy before the first update, unless
+    algorithm.old_logprobs="engine" takes those of the engines.
+
+    Learning rates, norms, losses and shares of skipped updates are means over the updates. The metrics of GAPS are the
+    first update's with old_logprobs="engine". Other metrics are means over the tokens of all mini-batches; numbers of
+    tokens are sums. Afterwards `trainer.prediction` is of all mini-batches, and `trainer.totals` of the last one.
     """
     from_engines = trainer.config.algorithm.old_logprobs == "engine"
-    learns = options.get("objective") == "grpo" and options.get("train_policy", True)
+    # Only GRPO reads old log-probs. The defaults are those of `train_step`.
+    trains_by_grpo = options.get("objective") == "grpo" and options.get("train_policy", True)
     later = list(mini_batches[1:])
-    if learns and not from_engines:
+    if trains_by_grpo and not from_engines:
         # Before the first update, for all later ones. The first mini-batch needs none: its own forward pass is that of
         # the same policy.
         later = [

@@ -29,16 +29,17 @@ _BLOCK = 1 << 24  # the most elements of one block of scores, over all heads: 64
 class Varlen:
     """Pieces of query rows, one after the other, each with the keys that its last row attends to.
 
-    Row i of a piece attends to all of its keys but the last q - 1 - i of them. Pieces can have keys in common: two
-    chunks of one sequence have its beginning.
+    Of a piece with q rows, row i attends to all keys of the piece but the last q - 1 - i of them. Pieces can have keys
+    in common: two chunks of one sequence have its beginning.
 
-    q, k       number of rows and of keys of each piece
-    cu_q, cu_k `[pieces + 1]` int32, their cumulative sums on the device
-    key_rows   int64, for the keys of all pieces, one after the other, the row of `k` and `v`; None: row i for key i
+    row_counts  the number of query rows of each piece, above 0
+    key_counts  the number of keys of each piece
+    cu_q, cu_k  `[pieces + 1]` int32, cumulative sums of both, on the device
+    key_rows    int64, for the keys of all pieces, one after the other, the row of `k` and `v`; None: row i for key i
     """
 
-    q: tuple[int, ...]
-    k: tuple[int, ...]
+    row_counts: tuple[int, ...]
+    key_counts: tuple[int, ...]
     cu_q: Tensor
     cu_k: Tensor
     key_rows: Tensor | None
@@ -52,26 +53,27 @@ class Varlen:
     ) -> Varlen:
         """Make it from pieces (number of query rows, first key, number of keys); a key is a position of the batch.
 
-        order  `[T]`, the row of each position's key in `k` and `v`; None: the positions themselves
+        pieces  at least one, in the order of this rank's query rows
+        order   `[T]`, the row of each position's key in `k` and `v`; None: the positions themselves
         """
-        q = [rows for rows, _, _ in pieces]
-        k = [keys for _, _, keys in pieces]
+        row_counts = [rows for rows, _, _ in pieces]
+        key_counts = [keys for _, _, keys in pieces]
         key_rows = torch.cat([torch.arange(first, first + keys) for _, first, keys in pieces])
         if order is not None:
             key_rows = order[key_rows]
         in_order = torch.equal(key_rows, torch.arange(len(key_rows)))
         return cls(
-            q=tuple(q),
-            k=tuple(k),
-            cu_q=_cumulative(q, device),
-            cu_k=_cumulative(k, device),
+            row_counts=tuple(row_counts),
+            key_counts=tuple(key_counts),
+            cu_q=_cumulative(row_counts, device),
+            cu_k=_cumulative(key_counts, device),
             key_rows=None if in_order else to_device(key_rows, device),
         )
 
     @cached_property
     def _packed(self) -> tuple[Any, ...]:
-        """Return the kernels' arguments about the pieces: boundaries, and the most rows and keys of one."""
-        return self.cu_q, self.cu_k, max(self.q), max(self.k)
+        """Return the flash kernels' arguments about the pieces, in their order: boundaries, most rows, most keys."""
+        return self.cu_q, self.cu_k, max(self.row_counts), max(self.key_counts)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return output `[t, n, d]` and log-sum-exp `[t, n]` of queries `[t, n, d]` to keys `[T, g, d]`."""
@@ -94,7 +96,10 @@ class Varlen:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys, the links."""
+        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys, the links.
+
+        The shapes are those of `attend`.
+        """
         keys = len(k)
         inputs = (grad, q, self._gathered(k), self._gathered(v), out)
         if _has_flash(q):
@@ -107,7 +112,7 @@ class Varlen:
         else:
             dq, dk, dv = _blocked_backward(*inputs, lse, self, scale)
         if self.key_rows is not None:
-            # A key row belongs to two pieces at most, so the order of a GPU's additions does not matter.
+            # A key row belongs to two pieces at most. So the order of a GPU's additions changes no bit: a + b = b + a.
             shape = (keys, *dk.shape[1:])
             dk = dk.new_zeros(shape).index_add_(0, self.key_rows, dk)
             dv = dv.new_zeros(shape).index_add_(0, self.key_rows, dv)
@@ -194,9 +199,12 @@ def _blocked_backward(
 
 
 def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of query rows, with the keys that the last row of the block attends to."""
+    """Yield blocks of query rows, with the keys that the last row of the block attends to.
+
+    A block lies in one piece and has at most `_BLOCK` scores, or one row. `heads` is n.
+    """
     q_end = k_end = 0
-    for rows, keys in zip(pieces.q, pieces.k, strict=True):
+    for rows, keys in zip(pieces.row_counts, pieces.key_counts, strict=True):
         q_start = q_end
         k_start = k_end
         q_end += rows

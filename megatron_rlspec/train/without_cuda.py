@@ -1,8 +1,9 @@
 """Let megatron-core run on a machine without CUDA: `install()` replaces functions that ask for CUDA by name.
 
 megatron-core 0.16.1 does so in a few dozen places. The replacements are in torch and in Megatron, for the whole
-process, and there is no way back. Importing this module patches nothing. On a machine with a GPU `install()` does
-nothing, and the same calls use CUDA and NCCL.
+process, and there is no way back. Code that imported one of these functions by name before `install()` keeps the
+original. Importing this module patches nothing. On a machine with a GPU `install()` does nothing, and the same calls
+use CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def install() -> None:
     # 0.16.1 does not define it without Transformer Engine
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Megatron makes numbers of the sizes of exchanges when it copies them from the GPU to the host.
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+    # Megatron's function copies the sizes of an exchange from the GPU to the host as numpy arrays, and leaves a tensor
+    # on the CPU as it is. The callers need the arrays.
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     # gloo gathers and scatters shares of one size only; tensor-parallel ranks have different shares of experts' tokens.
     mappings._gather_along_first_dim = _also_uneven(
         mappings._gather_along_first_dim, _gather_uneven
@@ -69,7 +71,7 @@ def install() -> None:
     _let_cuda_mean_cpu()
 
 
-def _as_numbers(x: Any, as_numpy: bool = False, **_: Any) -> Any:
+def _to_numpy(x: Any, as_numpy: bool = False, **_: Any) -> Any:
     """Replace `maybe_move_tensor_to_cpu`: the tensor is on the CPU already."""
     return x.numpy() if as_numpy and isinstance(x, torch.Tensor) else x
 
@@ -135,19 +137,19 @@ def _let_cuda_mean_cpu() -> None:
     _device_constructors()
     for name in _CONSTRUCTORS:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
-    to: Any = torch.Tensor.to
-    kind: Any = torch.Tensor.type
+    torch_to: Any = torch.Tensor.to
+    torch_type: Any = torch.Tensor.type
 
-    @functools.wraps(to)
+    @functools.wraps(torch_to)
     def moved(x: Tensor, *args: Any, **named: Any) -> Tensor:
         if _is_cuda(named.get("device")):
             named["device"] = torch.cuda.current_device()
         places = [torch.cuda.current_device() if _is_cuda(arg) else arg for arg in args]
-        return to(x, *places, **named)
+        return torch_to(x, *places, **named)
 
-    @functools.wraps(kind)
+    @functools.wraps(torch_type)
     def cuda_type(x: Tensor, *args: Any, **named: Any) -> Any:
-        name = kind(x, *args, **named)
+        name = torch_type(x, *args, **named)
         if args or named or name.startswith("torch.cuda."):
             return name
         # Megatron's clipping of gradients asserts FloatTensor; a float64 model must pass it, too.

@@ -120,7 +120,7 @@ def recorded(hf):
             seen.extend((x @ trainer.drafter.head.T).log_softmax(-1) for x in outputs)
             return hidden.new_zeros(()), torch.zeros((), dtype=torch.int), {}
 
-        trainer.run([batch], look, forward_only=True)
+        trainer.run_schedule([batch], look, forward_only=True)
         assert len(chains) > 5
         for t, chain, logq in chains:
             if t < 0:

@@ -76,11 +76,11 @@ def test_settings_that_would_be_ignored_are_refused(case):
 def test_float64_is_refused_under_transformer_engine(monkeypatch):
     exact = config(model={"dtype": "float64"})
     monkeypatch.setattr(runtime, "has_transformer_engine", lambda: True)
-    model.check(HF_CONFIG, exact.model, exact.parallel)
+    model.check_model(HF_CONFIG, exact.model, exact.parallel)
     monkeypatch.setattr(runtime, "device", lambda: torch.device("cuda", 0))
-    model.check(HF_CONFIG, config(model={"dtype": "float32"}).model, exact.parallel)
+    model.check_model(HF_CONFIG, config(model={"dtype": "float32"}).model, exact.parallel)
     with pytest.raises(ConfigError, match=r"^model.dtype=float64: Transformer Engine has no float64; use bfloat16$"):
-        model.check(HF_CONFIG, exact.model, exact.parallel)
+        model.check_model(HF_CONFIG, exact.model, exact.parallel)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ import psutil
 from megatron_rlspec.config import ParallelConfig
 from megatron_rlspec.train import runtime
 
-runtime.launch_env()
+runtime.set_launch_env()
 runtime.init_distributed(ParallelConfig())
 listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 print([place.ip for place in listening if place.port == int(os.environ["MASTER_PORT"])])

@@ -97,7 +97,7 @@ def drafter_logits(trainer, batch):
         head = getattr(trainer.drafter, "head", trainer.policy.head_weight())
         return hidden[:, 0], [x @ head.T for x in trainer._draft(batch, packed, hidden[:, 0])]
 
-    (seen,) = trainer.read([batch], look)
+    (seen,) = trainer.run_forward([batch], look)
     return seen
 
 

@@ -182,11 +182,11 @@ def drifted():
 
     trainer.keep_reference()
     start = trainer.reference.drift(batches)
-    before = torch.cat(trainer.read(batches, logp_of_trained))
+    before = torch.cat(trainer.run_forward(batches, logp_of_trained))
     trainer.train_step(batches, objective="sft")
     now = digest(trainer.policy.parameters())
     found = trainer.reference.drift(batches)
-    after = torch.cat(trainer.read(batches, logp_of_trained))
+    after = torch.cat(trainer.run_forward(batches, logp_of_trained))
     kl = (after.exp() * (after - before)).sum(-1).mean()
     changed = (after.argmax(-1) != before.argmax(-1)).double().mean()
     same = now == digest(trainer.policy.parameters())
@@ -225,5 +225,5 @@ def test_every(every, expected):
     decisions = ""
     for _ in range(6):
         decisions += "u" if rule.due else "-"
-        rule.observe(rule.due)
+        rule.count_step(rule.due)
     assert decisions == expected

@@ -117,7 +117,7 @@ class OnlineLearner(DrafterSchedule):
         elif due:
             metrics |= self._update_after(step)
         updated = self.last_update == step
-        self.rule.observe(updated)
+        self.rule.count_step(updated)
         return metrics | {"drafter/updated": float(updated)}
 
     def _update_after(self, step: int) -> dict[str, float]:

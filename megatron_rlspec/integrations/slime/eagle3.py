@@ -79,7 +79,7 @@ class SlimeEagle3(DrafterBeside):
         """
         parts = self._copies or shards.global_names(self.block, self.model.config)
         device = next(self.model.parameters()).device
-        return shards.whole(self.table, parts, self.model.config, device)
+        return shards.gather_tensors(self.table, parts, self.model.config, device)
 
     def write(self, folder: Path, main: bool) -> None:
         """Write the directory `folder/hf_drafter` on the `main` rank, in the form of `drafter.path`; collective."""
