@@ -74,10 +74,10 @@ def save(
                 first_replica = part.replicas.rank() == 0
                 if not (learner.adam.distributed or first_replica):
                     continue
-                tensors = _tensors(learner, part)
+                tensors = _named_tensors(learner, part)
                 # Clones, because parameters can be views of one buffer, and safetensors writes no shared storage.
                 copies = {key: tensor.detach().cpu().clone() for key, tensor in tensors.items()}
-                tensor_file.save(copies, _file(partial, name, learner, part))
+                tensor_file.save(copies, _shard_file(partial, name, learner, part))
         if generators and ps.get_expert_data_parallel_rank() == 0:
             tensor_file.save(_generator_states(), _generators_file(partial))
 
@@ -133,7 +133,7 @@ def load(
         advice = f"; remove {directory} to go on without it"
         for name, learner in learners.items():
             for part in learner.parts:
-                _load_part(_file(directory, name, learner, part), learner, part)
+                _load_part(_shard_file(directory, name, learner, part), learner, part)
         if generators:
             _load_generators(_generators_file(directory))
     except CheckpointError as problem:
@@ -163,10 +163,10 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
     All parts of a learner have the same `steps`, of which each file has a copy.
     """
     with TensorFile(path) as file, torch.no_grad():
-        # In this order: the moments must exist before `_tensors` can name them.
+        # In this order: the moments must exist before `_named_tensors` can name them.
         learner.steps = int(_stored(file, "steps", torch.tensor(0)))
         _create_moments(part, learner.steps)
-        tensors = _tensors(learner, part)
+        tensors = _named_tensors(learner, part)
         for name in file:
             if name not in tensors:
                 raise CheckpointError(f"{path}: has {name}, which this run does not")
@@ -221,7 +221,7 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
     return tensor
 
 
-def _tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
+def _named_tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
     """Return every tensor of a part by its name in the file: parameters, the optimizer's copies, moments, step count.
 
     The part that is not of experts also has the routers' biases. All but "steps" are the tensors themselves, into which
@@ -259,7 +259,7 @@ def _generator_states() -> dict[str, Tensor]:
     return {name: state.clone() for name, state in states.items()}
 
 
-def _file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
+def _shard_file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
     """Return the file of this rank's shard of a part; `name` is the learner's. Replicas share it, if they are equal."""
     replica = f"-replica{part.replicas.rank()}" if learner.adam.distributed else ""
     shard = f"-tensor{ps.get_tensor_model_parallel_rank()}"

@@ -202,11 +202,11 @@ class DrafterStep:
         if self.objective.loss == "ce":
             student.learn_labels()
         elif hidden is not None:
-            student.learn_from(_of_all_context_ranks(hidden.detach(), targets))
+            student.learn_from(_gather_context_ranks(hidden.detach(), targets))
         loss, metrics = student.finish()
         sums: Sums = {}
         if student.rows:
-            sums[_TABLE] = self._predict(student, targets)
+            sums[_TABLE_KEY] = self._prediction_table(student, targets)
         sums |= {f"drafter/{name}": value for name, value in metrics.items()}
         sums["drafter/objective"] = loss.detach()
         # Not in `accept_lengths` of `step.py`, nor for a drafter that is only measured.
@@ -224,11 +224,11 @@ class DrafterStep:
         self.learner.finalize()
         return self.learner.step()
 
-    def _predict(self, student: Student, targets: DrafterTargets) -> Tensor:
+    def _prediction_table(self, student: Student, targets: DrafterTargets) -> Tensor:
         """Return accept, reach, log q and mask of this micro-batch's positions, for `follow_rounds`: `[T, D, 3F + 1]`.
 
-        F is 1, or for coupled drafts the number of sharpnesses. `_walk` reads the last dimension in this order: accept
-        of each sharpness, reach of each, log q of each, mask. Only the first rank of a context-parallel group has rows;
+        F is 1, or for coupled drafts the number of sharpnesses. `_sum_rounds` reads the last dimension in this order:
+        accept of each sharpness, reach of each, log q of each, mask. Only the first rank of a context-parallel group has rows;
         the sums over data- and context-parallel ranks would else count them several times.
         """
         objective = self.objective
@@ -245,16 +245,16 @@ class DrafterStep:
             logq = logq.expand(-1, -1, len(SHARPNESS))
         mask = to_device(trained, accept.device).to(accept.dtype)
         table = torch.cat([accept, reach, logq, mask[:, :, None]], 2)
-        table = _of_all_context_ranks(table, targets)
+        table = _gather_context_ranks(table, targets)
         if ps.get_context_parallel_rank():
             table = table[:0]
         return table
 
 
-# Keys of a micro-batch's sums: what `_predict` returns; and what `follow_rounds` replaces it by, the fields of
+# Keys of a micro-batch's sums: what `_prediction_table` returns; and what `follow_rounds` replaces it by, the fields of
 # `Prediction` in their order
-_TABLE = "prediction/table"
-_PREDICTED = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
+_TABLE_KEY = "prediction/table"
+_PREDICTED_KEYS = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
 
 
 def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:
@@ -266,19 +266,19 @@ def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:
     call does nothing. It changes `sums` in place.
     """
     # Either every micro-batch has a table, or none has.
-    tables = [micro_batch.pop(_TABLE) for micro_batch in sums if _TABLE in micro_batch]
+    tables = [micro_batch.pop(_TABLE_KEY) for micro_batch in sums if _TABLE_KEY in micro_batch]
     if not tables:
         return
     on_host = torch.cat(tables).cpu().split([len(table) for table in tables])
     for micro_batch, table in zip(sums, on_host, strict=True):
-        for name, x in _walk(table, steps).items():
+        for name, x in _sum_rounds(table, steps).items():
             micro_batch[name] = to_device(x, tables[0].device)
 
 
-def _walk(table: Tensor, steps: tuple[int, ...]) -> Sums:
+def _sum_rounds(table: Tensor, steps: tuple[int, ...]) -> Sums:
     """Sum predicted acceptance over the rows of a micro-batch's table where a round may start.
 
-    table  as `_predict` returns it, on the CPU
+    table  as `_prediction_table` returns it, on the CPU
 
     Returns float64 arrays, F sharpnesses first: reached and accepted `[F, K, max(steps)]`, by_logq `[F, 2, BINS]`.
     """
@@ -286,13 +286,13 @@ def _walk(table: Tensor, steps: tuple[int, ...]) -> Sums:
     columns = [deepen(column, max(steps)) for column in table.unbind(2)]
     mask = columns.pop()
     factors = len(columns) // 3
-    predicted: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED}
+    predicted: dict[str, list[Tensor]] = {name: [] for name in _PREDICTED_KEYS}
     for factor in range(factors):
-        # The order of `_predict`: `factors` columns of accept, as many of reach, as many of log q.
+        # The order of `_prediction_table`: `factors` columns of accept, as many of reach, as many of log q.
         accept, reach, logq = columns[factor::factors]
         reached, accepted, starts = walk(accept, reach, mask, steps)
         drafts_by_logq = by_logq(logq, accept, reach, mask, starts)
-        for name, value in zip(_PREDICTED, (reached, accepted, drafts_by_logq), strict=True):
+        for name, value in zip(_PREDICTED_KEYS, (reached, accepted, drafts_by_logq), strict=True):
             predicted[name].append(value)
     return {name: torch.stack(values) for name, values in predicted.items()}
 
@@ -305,7 +305,7 @@ def pop_prediction(totals: dict[str, list[float]], steps: tuple[int, ...]) -> Pr
     Call it once, before `objectives.means`, which cannot average these sums; a second call returns None. None also
     without a prediction, or if the drafter's loss was not finite. It communicates with no other rank.
     """
-    arrays = [totals.pop(name, []) for name in _PREDICTED]  # flattened by the reduction
+    arrays = [totals.pop(name, []) for name in _PREDICTED_KEYS]  # flattened by the reduction
     if not arrays[0] or not math.isfinite(totals["drafter/objective"][0]):
         return None
     return Prediction.of_sums(steps, *arrays)
@@ -341,7 +341,7 @@ def objective_of(
     )
 
 
-def _of_all_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
+def _gather_context_ranks(x: Tensor, targets: DrafterTargets) -> Tensor:
     """Gather `[t, ...]` of all context-parallel ranks, `[T, ...]` in the order of the packed batch. Collective.
 
     With several ranks the result has no gradient: `all_gather` is not differentiable.

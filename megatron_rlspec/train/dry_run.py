@@ -24,13 +24,8 @@ from megatron_rlspec.memory_estimate import (
 from megatron_rlspec.train import stages
 from megatron_rlspec.train.stages import Stage
 
-_MEMORY_COLUMNS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "total",
-)  # attributes of `RankMemory`
+# Attributes of `RankMemory`
+_MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "total")
 
 
 def report(

@@ -84,8 +84,8 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
             normed = self.q_layernorm(self._own_rows(latent, len(hidden_states)))
             queries, _bias = self.linear_q_up_proj(normed)
         parts = [config.qk_head_dim, config.qk_pos_emb_head_dim]
-        plain, to_rotate = self._heads(queries).split(parts, -1)
-        query = torch.cat([plain, rotated(_halves(to_rotate), packed_seq_params)], -1)
+        plain, to_rotate = self._split_heads(queries).split(parts, -1)
+        query = torch.cat([plain, rotated(_neighbours_to_halves(to_rotate), packed_seq_params)], -1)
 
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         # One projection makes the latent vector of keys and values, and the keys' rotated part, which heads share.
@@ -93,12 +93,14 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         latent, shared = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         normed = self.kv_layernorm(self._own_rows(latent, len(hidden_states)))
         up, _bias = self.linear_kv_up_proj(normed)
-        plain, value = self._heads(up).split([config.qk_head_dim, config.v_head_dim], -1)
-        rotary = rotated(_halves(self._for_all_heads(shared, len(plain))), packed_seq_params)
+        plain, value = self._split_heads(up).split([config.qk_head_dim, config.v_head_dim], -1)
+        rotary = rotated(
+            _neighbours_to_halves(self._for_all_heads(shared, len(plain))), packed_seq_params
+        )
         key = torch.cat([plain, rotary.expand(-1, plain.shape[1], -1)], -1)
         return query, key, value, None, None
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         """Split `[t, 1, n · d]` into heads, `[t, n, d]`."""
         return x[:, 0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
@@ -127,7 +129,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         return copy_to_tensor_model_parallel_region(x)
 
 
-def _halves(x: Tensor) -> Tensor:
+def _neighbours_to_halves(x: Tensor) -> Tensor:
     """Reorder channels for `rotated`, which rotates channel i with channel i + r / 2. DeepSeek rotates neighbours.
 
     Queries and keys are reordered alike, so their products stay the same.

@@ -118,7 +118,7 @@ def transformer_config(
 def check_model(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError, naming the key, if this model cannot be trained here in this layout.
 
-    It needs no process group, so a run calls it before it starts anything (`run/loading.py`).
+    It needs no process group: `run/loading.py` calls it before any model is built.
     """
     if (
         model.dtype == "float64"

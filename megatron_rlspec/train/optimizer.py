@@ -265,7 +265,7 @@ def _parameter_groups(
     """Make Megatron's parameter groups: matrices, then parameters without weight decay; [] without parameters.
 
     `step` reads "wd_mult" and sets "lr"; the other keys are those that Megatron's optimizer expects. The order of the
-    groups is part of a checkpoint (`checkpoint._tensors`).
+    groups is part of a checkpoint (`checkpoint._named_tensors`).
     """
     common = {
         "lr_mult": 1.0,

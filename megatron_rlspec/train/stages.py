@@ -75,7 +75,7 @@ def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
         drafter = Counter[str]()
         if trainer.drafter is not None:
             drafter = _count(trainer.name_table, trainer.drafter, trainer.model_config)
-        policy_of_stage = _of_all_ranks(policy, parallel)
+        policy_of_stage = _count_once(policy, parallel)
         copied = 0  # bytes of weights that are no parameters
         if stage and last:  # with several stages: see `train.model.embedding_for_drafter`
             head = trainer.policy.head_weight()
@@ -93,7 +93,7 @@ def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
         policy_of_rank=policy.total(),
         drafter_of_rank=drafter.total(),
         policy_of_stage=policy_of_stage,
-        drafter_of_stage=_of_all_ranks(drafter, parallel),
+        drafter_of_stage=_count_once(drafter, parallel),
         memory=replace(memory, weights=memory.weights + copied, activations=activations),
     )
 
@@ -118,12 +118,12 @@ def _count(table: NameTable, module: nn.Module, config: Any) -> Counter[str]:
     return sizes
 
 
-def _of_all_ranks(sizes: Counter[str], parallel: ParallelConfig) -> int:
+def _count_once(sizes: Counter[str], parallel: ParallelConfig) -> int:
     """Count every parameter of a module once, over the tensor- and expert-parallel ranks; `sizes` by `_count`."""
     return parallel.tensor * (sizes["cut"] + parallel.expert * sizes["experts"]) + sizes["whole"]
 
 
-def _untrained(learner: Any, module: nn.Module, *_: Any, **__: Any) -> None:
+def _init_without_optimizer(learner: Any, module: nn.Module, *_: Any, **__: Any) -> None:
     """Replace `Learner.__init__`: no gradient buffers and no optimizer, whose memory `rank_memory` computes.
 
     Of what `Learner.__init__` sets, `Trainer.__init__` reads only `ddp`. If that changes, set the attribute here, too.
@@ -144,7 +144,7 @@ def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
     replaced = [
         (runtime, "device", lambda: _META),
         (runtime, "device_options", options.copy),  # the caller changes what it gets
-        (Learner, "__init__", _untrained),
+        (Learner, "__init__", _init_without_optimizer),
         # Megatron's layers put their weights there.
         (torch.cuda, "current_device", lambda: _META),
     ]

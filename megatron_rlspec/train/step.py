@@ -278,12 +278,12 @@ class Trainer:
             coupled=self._objective.coupled and seeds_known,
         )
         # A shallow copy has the same weights; the objective of the training steps stays.
-        replay = copy.copy(self.drafter_step)
-        if self.drafter is not None and replay is not None:
+        measuring_step = copy.copy(self.drafter_step)
+        if self.drafter is not None and measuring_step is not None:
             self.drafter.eval()
-            replay.objective = objective
+            measuring_step.objective = objective
         # Other stages have no step, and pass None to a report that they never make.
-        sums = self.run_forward(batches, partial(self._replayed, replay))
+        sums = self.run_forward(batches, partial(self._report_acceptance, measuring_step))
         follow_rounds(sums, objective.predicted_steps)
         totals = reduce_sums(sums)
         prediction = pop_prediction(totals, objective.predicted_steps)
@@ -467,7 +467,7 @@ class Trainer:
         logprobs, _ = layer.logprobs(batch, hidden[:, 0])
         return logprobs
 
-    def _replayed(
+    def _report_acceptance(
         self,
         step: DrafterStep | None,
         batch: PackedBatch,

@@ -71,7 +71,7 @@ class Varlen:
         )
 
     @cached_property
-    def _packed(self) -> tuple[Any, ...]:
+    def _kernel_arguments(self) -> tuple[Any, ...]:
         """Return the flash kernels' arguments about the pieces, in their order: boundaries, most rows, most keys."""
         return self.cu_q, self.cu_k, max(self.row_counts), max(self.key_counts)
 
@@ -82,7 +82,7 @@ class Varlen:
         if not _has_flash(q):
             return _blocked(q, k, v, self, scale)
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *self._packed, 0.0, True, False, scale=scale
+            q, k, v, *self._kernel_arguments, 0.0, True, False, scale=scale
         )  # no dropout, causal, no debug mask
         return out, lse.t().contiguous()  # the kernel's is `[n, t]`
 
@@ -107,7 +107,7 @@ class Varlen:
             unused = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
             lse = lse.t().contiguous()
             dq, dk, dv = _aten._flash_attention_backward(
-                *inputs, lse, *self._packed, 0.0, True, *unused, scale=scale
+                *inputs, lse, *self._kernel_arguments, 0.0, True, *unused, scale=scale
             )
         else:
             dq, dk, dv = _blocked_backward(*inputs, lse, self, scale)
