@@ -1,7 +1,7 @@
 """Read a checkpoint of a run, RUN/checkpoints/step-N, as full tensors under canonical Megatron names.
 
 `train/checkpoint.py` writes it: a file for each shard of policy and drafter. File names, the prefixes of tensor names
-and the keys of layout.json below must be those that it writes (`_file`, `_tensors`), and the layout that of
+and the keys of layout.json below must be those that it writes (`_shard_file`, `_named_tensors`), and the layout that of
 `train/step.py` (`_layout`). In a file, layers and experts have the numbers that they have on their rank; `_renumbered`
 makes them those of the whole model.
 

@@ -228,8 +228,8 @@ class DrafterStep:
         """Return accept, reach, log q and mask of this micro-batch's positions, for `follow_rounds`: `[T, D, 3F + 1]`.
 
         F is 1, or for coupled drafts the number of sharpnesses. `_sum_rounds` reads the last dimension in this order:
-        accept of each sharpness, reach of each, log q of each, mask. Only the first rank of a context-parallel group has rows;
-        the sums over data- and context-parallel ranks would else count them several times.
+        accept of each sharpness, reach of each, log q of each, mask. Only the first rank of a context-parallel group
+        has rows; the sums over data- and context-parallel ranks would else count them several times.
         """
         objective = self.objective
         rows = student.rows
