@@ -58,8 +58,8 @@ from megatron_rlspec.types import PackedBatch, Scope
 class Trainer:
     """Policy, drafter and their optimizers on this rank.
 
-    All ranks must call every method that is not noted below as local, in the same order: it communicates, or it changes
-    what the next one communicates. Local are `learners` and `output_layer`.
+    All ranks must call every method but `learners` and `output_layer`, in the same order: each communicates, or changes
+    what a later one communicates.
 
     hf_config      the parsed config.json; with an EAGLE-3 drafter's under `DRAFTER`
     name_table     names of the tensors of policy and drafter, and how they are cut over ranks
@@ -69,8 +69,7 @@ class Trainer:
     prediction     of the next rollout's acceptance, by the last step, the same on every rank; None if that step was not
                    GRPO or trained no drafter, and if the drafter's loss was not finite
     totals         sums of the newest step over all ranks, for `objectives.means`; read by `train/updates.py`
-    sharpness      of coupled drafts (`types.SHARPNESS`), by the newest prediction that has one, of a step or of
-                   `accept_lengths`; checkpoints keep it; None before it
+    sharpness      of coupled drafts (`types.SHARPNESS`), by the newest prediction that has one; None before it
     temperature    at which policy and drafter are trained
     reference      the policy as it was at `keep_reference`; None before
     embedding      what the drafter reads, `[V / tensor, H]`, detached; see `embedding_for_drafter`
@@ -132,8 +131,7 @@ class Trainer:
 
         `fresh_drafter` leaves the drafter and its optimizer as they are; its tensors may be missing.
 
-        Raises CheckpointError if a tensor is missing or has another shape, but only on the ranks that hold a shard of
-        it. Others can then wait in `refresh_embedding`, so the error must end the job.
+        Raises CheckpointError if one is missing or has another shape, but only on the ranks that hold a shard of it.
         """
         learners = self.learners()
         if fresh_drafter:
@@ -155,20 +153,17 @@ class Trainer:
         )
 
     def save(self, directory: Path) -> None:
-        """Write all that a later `load` needs to continue bit for bit; the directory appears whole or not at all.
-
-        Raises `checkpoint.SaveError` on every rank.
-        """
+        """Write all that a later `load` needs to continue bit for bit, whole or not at all. Raises `SaveError`."""
         # `load` compares the keys of `_layout` only, so the sharpness may differ.
-        state = self._layout() | {"sharpness": self.sharpness}
+        state = _layout(self) | {"sharpness": self.sharpness}
         checkpoint.save(directory, self.learners(), state)
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Raises CheckpointError if the layout differs.
 
-        Call `set_draft_vocabulary` before: without it the draft vocabulary of an EAGLE-3 drafter is not compared.
+        Call `set_draft_vocabulary` first: otherwise the draft vocabulary of an EAGLE-3 drafter is not compared.
         """
-        checkpoint.load(directory, self.learners(), self._layout())
+        checkpoint.load(directory, self.learners(), _layout(self))
         self.sharpness = read_object(directory / checkpoint.LAYOUT)["sharpness"]
         self.refresh_embedding()
 
@@ -230,8 +225,7 @@ class Trainer:
     def set_draft_vocabulary(self, draft_ids: np.ndarray) -> None:
         """Train the drafter on the draft vocabulary `[S] int64` in later steps: the ids that engines draft from.
 
-        For an EAGLE-3 drafter they are those of its own output layer (`DrafterStep.head`), in the order of its file:
-        the checksum in `_layout` depends on the order.
+        For an EAGLE-3 drafter: those of its output layer, in the order of its file, of which `_layout` has a checksum.
         """
         self._draft_ids = torch.from_numpy(draft_ids)
         if self.drafter_step is not None:
@@ -262,8 +256,7 @@ class Trainer:
         spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed
         with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers.
 
-        No weight changes, but `sharpness` becomes the best one for these texts. Needs `drafter.train`. `steps` are
-        above 0 and ascending.
+        No weight changes, but `sharpness` does. Needs `drafter.train`. `steps` are above 0 and ascending.
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)
@@ -299,22 +292,16 @@ class Trainer:
             self.sharpness = prediction.sharpness or self.sharpness
 
     def keep_reference(self) -> None:
-        """Copy the current policy, for `reference`. Called once, when the policy has the weights to compare with."""
+        """Copy the current policy, for `reference`: call it when the policy has the weights to compare with."""
         self.reference = Reference(self)
 
     def refresh_embedding(self) -> None:
-        """Update `embedding` after the policy's weights have changed; it broadcasts between pipeline stages.
-
-        Without it the drafter of a later stage would read the embedding of an older policy.
-        """
+        """Update `embedding` after every change of the policy's weights; it broadcasts between pipeline stages."""
         if self.config.drafter.train:
             self.embedding = embedding_for_drafter(self.policy, self.embedding)
 
     def learners(self) -> dict[str, Learner]:
-        """Return the learners on this rank, "policy" and "drafter", as a new dict. Local.
-
-        Checkpoint files begin with these names, by which `conversion/run_checkpoint.py` finds them.
-        """
+        """Return the learners on this rank, "policy" and "drafter"; checkpoint files begin with these names."""
         learners = {"policy": self.learner}
         if self.drafter_learner is not None:
             learners["drafter"] = self.drafter_learner
@@ -323,9 +310,7 @@ class Trainer:
     def run_schedule(
         self, batches: Sequence[PackedBatch], loss: Any, *, forward_only: bool
     ) -> list[Any]:
-        """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, on the last stage.
-
-        Other stages return [].
+        """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, [] on earlier stages.
 
         loss          called on the last stage as loss(batch, packed, hidden `[T, 1, H]`); returns (the loss, whose
                       backward the schedule runs; a token count, which nothing reads; the report)
@@ -354,9 +339,8 @@ class Trainer:
         )
 
     def run_forward(self, batches: Sequence[PackedBatch], report: Callable[..., Any]) -> list[Any]:
-        """Run the policy without gradients; return `report(batch, packed, hidden)` of each micro-batch.
+        """Run the policy without gradients; return `report(batch, packed, hidden)` of each, [] on earlier stages.
 
-        Stages before the last one return [].
         `hidden` is `[T, 1, H]`. The caller sets train or eval mode.
         """
 
@@ -368,28 +352,8 @@ class Trainer:
         return self.run_schedule(batches, loss, forward_only=True)
 
     def output_layer(self, temperature: float) -> OutputLayer:
-        """Return the policy's output layer on this rank of the last stage, at a temperature. Local."""
+        """Return the policy's output layer on this rank of the last stage, at a temperature."""
         return OutputLayer(self.policy.head_weight(), temperature)
-
-    def _layout(self) -> dict[str, Any]:
-        """Return what must be equal between a checkpoint and the run that resumes from it.
-
-        These are keys of `layout.json`. `conversion/run_checkpoint.py` reads "tensor", "drafter" and "eagle3".
-        """
-        parallel = self.config.parallel
-        drafter = self.config.drafter
-        layout: dict[str, Any] = {}
-        if drafter.train and DRAFTER in self.hf_config and self._draft_ids is not None:
-            layout["eagle3"] = eagle3_identity(self.hf_config, self._draft_ids)
-        return layout | {
-            "tensor": parallel.tensor,
-            "pipeline": parallel.pipeline,
-            "expert": parallel.expert,
-            "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
-            "distributed": bool(self.config.optimizer.distributed),
-            "dtype": self.config.model.dtype,
-            "drafter": drafter.train and drafter.kind,
-        }
 
     def _losses(
         self,
@@ -401,8 +365,6 @@ class Trainer:
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor, Sums]:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward.
-
-        The first three arguments are bound by `train_step`; the others come from `run_schedule`.
 
         The order is fixed. The student exists before the policy's loss, which hands it every chunk of its logits (the
         teacher's). The drafter's loss is complete only after the last chunk.
@@ -440,8 +402,7 @@ class Trainer:
     def _draft(self, batch: PackedBatch, packed: PackedSequences, hidden: Tensor) -> list[Tensor]:
         """Run the drafter's forward; return the input of the output layer, `[t, H]` per depth.
 
-        t is the number of tokens of `drafter_part`, T without it. An EAGLE-3 drafter reads the policy's newest forward
-        pass (`Policy.taps`), so `batch` must be that of this pass.
+        An EAGLE-3 drafter reads the policy's newest forward pass (`Policy.taps`), which must be that of `batch`.
         """
         assert self.drafter is not None
         assert self.drafter_learner is not None
@@ -493,6 +454,27 @@ class Trainer:
         values = _from_last_stage(torch.tensor(result, dtype=torch.float64))
         names = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
         return dict(zip(names, values.tolist(), strict=True))
+
+
+def _layout(trainer: Trainer) -> dict[str, Any]:
+    """Return what must be equal between a checkpoint and the run that resumes from it.
+
+    These are keys of `layout.json`. `conversion/run_checkpoint.py` reads "tensor", "drafter" and "eagle3".
+    """
+    parallel = trainer.config.parallel
+    drafter = trainer.config.drafter
+    layout: dict[str, Any] = {}
+    if drafter.train and DRAFTER in trainer.hf_config and trainer._draft_ids is not None:
+        layout["eagle3"] = eagle3_identity(trainer.hf_config, trainer._draft_ids)
+    return layout | {
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "expert": parallel.expert,
+        "replicas": ps.get_data_parallel_world_size(with_context_parallel=True),
+        "distributed": bool(trainer.config.optimizer.distributed),
+        "dtype": trainer.config.model.dtype,
+        "drafter": drafter.train and drafter.kind,
+    }
 
 
 def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
