@@ -14,6 +14,9 @@ before. So request lengths (`Req.seqlen`) lag by one round, and the rule observe
                 └─ draft ► SGLang: draft (coupled.py) ─► verify (verifier.py) ─► extend ───┤
                                                                                            │
     tokens to clients ◄─ SGLang ◄─ control._after_decode(result.rlspec_round) ◄────────────┴──► RoundLog ─► `stats`
+
+With CUDA graphs, or if a request needs the verify path, an off round runs through SGLang, too, with no drafts. Then
+`_extend_unless_off` skips the drafter.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         self._plain = False  # whether no request of the round needs the verify path
         # whether `_round` decided it, so `activate_step_by_batch` must not decide again
         self._decided = False
+        # SGLang's own methods (or those of `CoupledDrafts`), and ours in their place
         self._forward = worker.forward_batch_generation
         worker.forward_batch_generation = self._round
         self._extend = worker.draft_worker._draft_extend_for_decode
@@ -171,17 +175,17 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         self._decide(len(batch.reqs))
         if self._config.off and self._plain and plain_round.possible(self.worker):
             result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
-            self._leave_out(batch, result, hidden, tokens)
+            self._skip_drafter(batch, result, hidden, tokens)
         else:
             self._decided = True
             result = self._forward(batch, on_publish, *args, **kwargs)
         # read by `control._after_decode` when the results are processed
         result.rlspec_round = DecodeRound(
-            self._config, self._context, self._drafting, self._caught_up, *self._chosen()
+            self._config, self._context, self._drafting, self._caught_up, *self._ragged_choice()
         )
         return result
 
-    def _chosen(self) -> tuple[Any, Any]:
+    def _ragged_choice(self) -> tuple[Any, Any]:
         """Return log q [B, k] of the drafts and the verified drafts [B]; (None, None) if all were verified.
 
         They are copied to the host without a wait, and have arrived when SGLang processes the round's results.
@@ -200,7 +204,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             hidden = result.logits_output.hidden_states.clone()
             tokens = batch.spec_info.draft_token.clone()
             if self._config.off:
-                self._leave_out(batch, result, hidden, tokens)
+                self._skip_drafter(batch, result, hidden, tokens)
                 return
             # Drafters outside `_drafting` run, too, but on a cache with a gap: they must read these tokens again.
             self.gap.record(
@@ -208,7 +212,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             )
         self._extend(batch, result, **kwargs)
 
-    def _leave_out(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
+    def _skip_drafter(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
         """Skip the drafter in this round, and keep its inputs.
 
         hidden, tokens  of the target's pass over one position of each request: [B, H] and [B]

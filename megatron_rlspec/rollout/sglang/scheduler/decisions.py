@@ -27,7 +27,7 @@ class DecodeRound:
     round's results, and not earlier.
 
     context_tokens  of all requests together, prompts included
-    drafting        indices of the requests whose drafter had caught up; None: all of them
+    drafting        indices of the requests whose drafter had caught up; None: all of them, or a round of `OFF`
     caught_up       seconds in which drafters caught up when it was launched
     logq            tensor [B, k] on the host: log q of the drafts; None if the round verified all of them
     verified        tensor [B] on the host: verified drafts of each request; None if the round verified all
@@ -86,7 +86,8 @@ class Decider:
         self.can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
         self.why_held = ""  # why speculation is held off; "" if it is not
-        # why all requests verify the same number of drafts; "" if they need not
+        # why all requests verify the same number of drafts; "" if they need not. `controller.py` may set a reason once
+        # the target has its attention
         self.why_even = "" if settings.ragged else "the engine was launched without --ragged"
         self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
         # the last rule that was set; the next one inherits its measured times
@@ -117,7 +118,7 @@ class Decider:
         """Set the candidates. Then fix the number of drafts that the settings name, or begin with a rule.
 
         SGLang's step count 0 gives two candidates: `OFF`, and `SpecConfig(0)`, in which the drafter reads along and
-        drafts nothing.
+        drafts nothing. With `off` false in the settings it gives none, and serves `hold` only.
 
         model  config.json of the target, from which the rule's first costs follow
         ranks  tensor-parallel size

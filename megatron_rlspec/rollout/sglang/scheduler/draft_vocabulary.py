@@ -66,7 +66,7 @@ def renew(worker: Any, words: list[int]) -> None:
         raise ValueError(f"words: expected different ids from 0 to {total - 1}")
     # In place: captured graphs read this memory.
     drafter.hot_token_id.copy_(torch.tensor(sorted(words)))
-    _copy_rows(drafter)
+    _copy_head_rows(drafter)
 
 
 def _drafter(worker: Any) -> Any:
@@ -80,16 +80,16 @@ def _drafter(worker: Any) -> Any:
     return None if drafter.speculative_algorithm.is_eagle3() else drafter
 
 
-def _copy_rows(drafter: Any) -> None:
+def _copy_head_rows(drafter: Any) -> None:
     """Copy the target's rows of the tokens into the drafter's head, in place: captured graphs read it. Collective."""
     _, head = drafter._resolve_shared_embed_and_head()
     # Not through `.data`, which would not raise the tensor's version. `rollout/embedded/packed.py`, which CPU engines
     # use, keeps packed copies of weights and packs a weight again when its version has changed.
     with torch.no_grad():
-        drafter.draft_runner.model.lm_head.weight.copy_(_rows(head, drafter.hot_token_id))
+        drafter.draft_runner.model.lm_head.weight.copy_(_head_rows(head, drafter.hot_token_id))
 
 
-def _rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _head_rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Return the output layer's rows `[S / tp, H]` of the tokens that this rank drafts from. Collective.
 
     head    `[V / tp, H]`, this rank's part
@@ -114,7 +114,7 @@ def _init_head(original: Callable, drafter: Any) -> None:
         return original(drafter)
     embedding, head = drafter._resolve_shared_embed_and_head()
     drafter.hot_token_id = tokens.to(head.device)
-    rows = _rows(head, drafter.hot_token_id)
+    rows = _head_rows(head, drafter.hot_token_id)
     drafter.draft_runner.model.set_embed_and_head(embedding, rows)
 
 
@@ -122,7 +122,7 @@ def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> Non
     """Copy the rows again once the target's head is new. Collective: all ranks get the same updates."""
     drafter = _drafter(manager.draft_worker)
     if drafter is not None:
-        _copy_rows(drafter)
+        _copy_head_rows(drafter)
 
 
 def _after_start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -62,20 +62,24 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
 
     # each request's newest token, which is not in the KV cache yet
     tokens = batch.spec_info.bonus_tokens
-    part = object.__new__(type(batch))  # A shallow copy: the scheduler's batch must not change.
-    vars(part).update(vars(batch))
-    part.forward_mode = ForwardMode.DECODE
-    part.spec_info = None
-    part.input_ids = tokens.to(torch.int64)
+    decode_batch = object.__new__(
+        type(batch)
+    )  # A shallow copy: the scheduler's batch must not change.
+    vars(decode_batch).update(vars(batch))
+    decode_batch.forward_mode = ForwardMode.DECODE
+    decode_batch.spec_info = None
+    decode_batch.input_ids = tokens.to(torch.int64)
     # SGLang has reserved slots behind each sequence; the first one is for this token.
-    part.out_cache_loc = worker.req_to_token_pool.req_to_token[
+    decode_batch.out_cache_loc = worker.req_to_token_pool.req_to_token[
         batch.req_pool_indices, batch.seq_lens
     ].to(torch.int64)
-    part.seq_lens = batch.seq_lens + 1
-    part.seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + 1
-    part.orig_seq_lens = batch.orig_seq_lens + 1
-    part.seq_lens_sum = None
-    result = versions.installed().forward(worker.target_worker, part, CaptureHiddenMode.FULL)
+    decode_batch.seq_lens = batch.seq_lens + 1
+    decode_batch.seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + 1
+    decode_batch.orig_seq_lens = batch.orig_seq_lens + 1
+    decode_batch.seq_lens_sum = None
+    result = versions.installed().forward(
+        worker.target_worker, decode_batch, CaptureHiddenMode.FULL
+    )
 
     hidden = result.logits_output.hidden_states
     if (
@@ -87,7 +91,7 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     result.next_token_ids = result.next_token_ids.to(torch.int32)
     result.speculative_num_draft_tokens = 1
     result.accept_lens = torch.ones_like(result.next_token_ids)
-    result.new_seq_lens = part.seq_lens
+    result.new_seq_lens = decode_batch.seq_lens
     result.next_draft_input = EagleDraftInput(bonus_tokens=result.next_token_ids)
     # Last: the scheduler may go on with these lengths from here.
     if on_publish is not None:

@@ -5,7 +5,7 @@ so the trainer would wait in its broadcast for ever. Such a trainer pauses the e
 continue. So the session opens at the first tensors and closes when generation continues. Sessions that the trainer
 opens itself are not touched.
 
-Two further hooks, `_once` and `_sleep`, make pushes and pauses cheaper.
+Two further hooks, `_check_once` and `_sleep_while_paused`, make pushes and pauses cheaper.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 class PushSession:
     """The session of one scheduler process; each tensor-parallel rank opens and closes its own at the same requests.
 
+    SGLang waits for all ranks when a session opens and when it closes.
+
     begin, end  SGLang's messages for a session over target and drafter
     opened      whether `open` opened the session that is open now
     """
@@ -35,8 +37,8 @@ class PushSession:
         yield f"{MANAGER}.update_weights_from_distributed", self.open, "BEFORE"
         yield f"{MANAGER}.update_weights_from_tensor", self.open, "BEFORE"
         yield f"{SCHEDULER}.continue_generation", self.close, "BEFORE"
-        yield f"{SCHEDULER}._record_scheduler_state_for_paused_engine", _sleep, "AFTER"
-        yield f"{UPDATER}._unsupported_derived_weight_cache_error", _once, "AROUND"
+        yield f"{SCHEDULER}._record_scheduler_state_for_paused_engine", _sleep_while_paused, "AFTER"
+        yield f"{UPDATER}._unsupported_derived_weight_cache_error", _check_once, "AROUND"
 
     def open(self, manager: Any, request: Any) -> None:
         """Open a session before the first tensors, unless one is open."""
@@ -51,7 +53,7 @@ class PushSession:
             self.opened = False
 
 
-def _once(original: Callable, model: Any) -> str | None:
+def _check_once(original: Callable, model: Any) -> str | None:
     """Let SGLang walk the model's modules once instead of at every bucket. It says that the answer never changes."""
     if not hasattr(model, "rlspec_unsupported"):
         model.rlspec_unsupported = original(model)
@@ -59,7 +61,7 @@ def _once(original: Callable, model: Any) -> str | None:
     return unsupported
 
 
-def _sleep(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def _sleep_while_paused(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """With --sleep-on-idle, let a paused engine wait for the next request. SGLang's loop spins while it is paused."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()

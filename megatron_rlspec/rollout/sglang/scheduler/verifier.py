@@ -1,9 +1,9 @@
 """Verifies drafts by sampling: at every position it takes the token that plain decoding would sample.
 
 Position-keyed: a token is the argmax of log p + Gumbel(hash(seed, position, token)), SGLang's `multinomial_with_seed`.
-Drafts are accepted while they equal the token sampled at their position. So the text depends on seed, prompt and
-weights only. Target-only is the same walk with ordinary random numbers; on a GPU SGLang's own kernels do it, and
-nothing is hooked.
+Drafts are accepted while they equal the token sampled at their position. So the text depends on seed, prompt,
+sampling parameters and weights only. Target-only is the same walk with ordinary random numbers; on a GPU SGLang's own
+kernels do it, and no hook of this file is used.
 
 SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`),
 which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
@@ -11,8 +11,9 @@ after SGLang has applied penalties, biases and grammar masks.
 
 On a GPU the kernel of `kernels/sampling.py` draws from the logits, in plain decoding, too, and gives the log-probs
 with the tokens. Rows of requests with top-k, top-p or min-p, rounds that ask for more than a token's log-prob, and
-machines without the kernel take SGLang's functions. Which of the two draws a row does not depend on other rows. Both
-draw the same token, except where two scores differ by less than the rounding of a float32 softmax.
+machines without the kernel take SGLang's functions. Apart from such rounds, which of the two draws a row does not
+depend on other rows. Both draw the same token, except where two scores differ by less than the rounding of a float32
+softmax.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def hooks(settings: Settings) -> Iterator[Hook]:
             yield "sglang.srt.layers.sampler.Sampler.forward", sample_plain, "AROUND"
     elif not is_cpu():
         return  # SGLang's own kernels verify so where they exist.
-    sampled = _SampledVerification()
-    yield "sglang.srt.speculative.eagle_utils.eagle_sample", sampled.sample, "AROUND"
-    yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", sampled.walk, "AROUND"
+    verification = _SampledVerification()
+    yield "sglang.srt.speculative.eagle_utils.eagle_sample", verification.prepare, "AROUND"
+    yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", verification.walk, "AROUND"
 
 
 def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
@@ -159,11 +160,11 @@ def known_logprobs(
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     sampled_logprobs = getattr(logits_output, "rlspec_logprobs", None)
-    plain = only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
+    only_sampled = only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
     # Indices [B, width] of the accepted nodes, -1 behind the last one: what that reads is not used. SGLang 0.5.15.post1
     # passes (tokens, indices) by position.
     index = kwargs["accept_index"] if "accept_index" in kwargs else args[1]
-    if sampled_logprobs is None or not plain or SGLANG_RETURN_ORIGINAL_LOGPROB:
+    if sampled_logprobs is None or not only_sampled or SGLANG_RETURN_ORIGINAL_LOGPROB:
         return original(batch, logits_output, *args, **kwargs)
     logits_output.next_token_logprobs = sampled_logprobs[index.long()]
     return None
@@ -199,14 +200,14 @@ class VerifyPass:
 class _SampledVerification:
     """Hooks around SGLang's verification. They let it walk sampled tokens instead of the likeliest ones.
 
-    SGLang's `eagle_sample` (wrapped by `sample`) calls `verify_tree_greedy_func` (wrapped by `walk`).
+    SGLang's `eagle_sample` (wrapped by `prepare`) calls `verify_tree_greedy_func` (wrapped by `walk`).
     """
 
     def __init__(self) -> None:
-        # between the start and the end of `sample`; None: SGLang's own tokens
+        # between the start and the end of `prepare`; None: SGLang's own tokens
         self._pass: VerifyPass | None = None
 
-    def sample(
+    def prepare(
         self,
         original: Callable,
         verify_input: Any,

@@ -1,7 +1,8 @@
 """Adapters to the SGLang versions that are supported: 0.5.23, 0.5.15.post1, which slime pins, and 0.5.16 to 0.5.19.
 
-Everything in which they differ stands here. A version later than 0.5.23 is treated like it, with a warning. The
-tests compare every call of this package, and the names that it replaces or reads, with each version.
+What they do differently stands here, or is chosen here (`hooks`). Other files read a field that only some versions have
+by `getattr`, and name the version. A version later than 0.5.23 is treated like it, with a warning. The tests compare
+every call of this package, and the names that it replaces or reads, with each version.
 """
 
 from __future__ import annotations
