@@ -56,7 +56,7 @@ _deliveries = {"target": Deliveries(), "drafter": Deliveries()}
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
-    """Yield the hooks of this file, `aborts.py`, `shared_times.py` and `stop_strings.py`, for all versions of SGLang."""
+    """Yield the hooks of this file, `aborts.py`, `shared_times.py` and `stop_strings.py`, for every SGLang."""
     processor = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 
     def start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

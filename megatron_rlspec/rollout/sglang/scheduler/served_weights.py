@@ -195,7 +195,8 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
 def parts_of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     """Yield what this rank's live models hold. Raises UnnamedError.
 
-    Ranks that hold other layers, or the same names with other weights, could not be joined, so they are refused.
+    Ranks that hold other layers, or the same names with other weights, could not be joined, so they are refused: at the
+    call. Families and layers that are not known are refused while the result is iterated.
     """
     if parallel().pp_size > 1:
         raise UnnamedError(

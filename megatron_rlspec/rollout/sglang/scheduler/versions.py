@@ -64,7 +64,8 @@ class Sglang0523:
     def weight_version(self, manager: Any = None) -> str:
         """Return the version of the weights, in a scheduler's process or in the one of the tokenizer `manager`.
 
-        `server_args` keep the version that the engine started with.
+        `server_args` keep the version that the engine started with. Older versions raise NotImplementedError in a
+        scheduler's process.
         """
         from sglang.srt.runtime_context import get_serving
 
