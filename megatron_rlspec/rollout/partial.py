@@ -53,7 +53,7 @@ class Drawing:
             self._count(group)
 
     def requests(self) -> list[Request]:
-        """Return the requests whose samples have not ended."""
+        """Return the requests whose samples have not ended, group by group: what to generate or to abort."""
         left: list[Request] = []
         with self._lock:
             for group in self.groups:

@@ -1,8 +1,8 @@
 """Which GPUs of a node have trainer ranks and engines, and what share of its memory an engine gets.
 
-Disaggregated: the first GPUs have ranks, the others engines. Colocated: every GPU has a rank and an engine. Everything
-here is arithmetic on one node. A layout that does not fit raises ConfigError, with the numbers. `run/loading.py` calls
-it, and `rollout/start.py` turns a layout into the engines' options.
+Disaggregated: the first GPUs have ranks, the others engines. Colocated: every GPU has a rank, and an engine or a part
+of one. Everything here is arithmetic on one node. A layout that does not fit raises ConfigError, with the numbers.
+`run/loading.py` calls it for a run, and `rollout/start.py` turns a layout into the engines' options.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GpuLayout:
     """Which GPUs have what. GPUs are named as in CUDA_VISIBLE_DEVICES: by number or UUID.
 
     mode          "none": nothing is placed, as on a machine without GPUs
-    train         GPUs of the trainer ranks, by local rank
+    train         GPUs of the trainer ranks, by local rank; empty where nothing is trained (`commands/answer.py`)
     engines       GPUs of each engine, by its tensor-parallel rank; empty if nothing is placed
     colocated     whether engines share the ranks' GPUs, so that they release memory while training
     mem_fraction  share of the memory that an engine finds free, for its weights and KV cache; 0: not set
@@ -93,37 +93,37 @@ def place(
         return GpuLayout()
     if mode == "auto":
         mode = "disaggregated" if ranks < len(gpus) else "colocated"
-    wanted = engines * tensor
+    gpus_needed = engines * tensor
     sizes = f"rollout.engines={engines} x placement.tensor={tensor}"
     if ranks > len(gpus):
         raise ConfigError(
             f"{ranks} trainer ranks on a node of {len(gpus)} GPUs, one for each rank; expected fewer --ranks"
         )
     if mode == "disaggregated":
-        left = len(gpus) - ranks
-        if wanted != left:
+        gpus_left = len(gpus) - ranks
+        if gpus_needed != gpus_left:
             raise ConfigError(
-                f"placement.mode=disaggregated: {len(gpus)} GPUs less {ranks} trainer ranks leave {left}, "
-                f"but {sizes} needs {wanted}; expected the same number (CUDA_VISIBLE_DEVICES leaves GPUs out)"
+                f"placement.mode=disaggregated: {len(gpus)} GPUs less {ranks} trainer ranks leave {gpus_left}, "
+                f"but {sizes} needs {gpus_needed}; expected the same number (CUDA_VISIBLE_DEVICES leaves GPUs out)"
             )
-        free = iter(gpus[ranks:])
+        engine_gpus = iter(gpus[ranks:])
     else:
-        if not ranks == wanted == len(gpus):
+        if not ranks == gpus_needed == len(gpus):
             raise ConfigError(
                 f"placement.mode=colocated: expected as many trainer ranks and GPUs of engines as there are GPUs, "
                 f"{len(gpus)} (CUDA_VISIBLE_DEVICES leaves GPUs out); there are {ranks} ranks, "
-                f"and {sizes} needs {wanted}"
+                f"and {sizes} needs {gpus_needed}"
             )
-        free = iter(gpus)
+        engine_gpus = iter(gpus)
     # each engine takes the next `tensor` GPUs
-    of_engines = tuple(tuple(next(free) for _ in range(tensor)) for _ in range(engines))
-    return GpuLayout(mode, tuple(gpus[:ranks]), of_engines)
+    gpus_of_engines = tuple(tuple(next(engine_gpus) for _ in range(tensor)) for _ in range(engines))
+    return GpuLayout(mode, tuple(gpus[:ranks]), gpus_of_engines)
 
 
 def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:
     """Raise ConfigError unless `tensor` GPUs can share the model's attention heads as SGLang shares them.
 
-    SGLang gives each GPU as many query heads, and with more GPUs than key and value heads copies of these.
+    SGLang gives all GPUs the same number of query heads. With more GPUs than key and value heads it copies these.
     """
     heads = int(hf_config.get("num_attention_heads", tensor))
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)

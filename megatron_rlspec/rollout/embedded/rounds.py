@@ -31,7 +31,9 @@ class Span(NamedTuple):
 
 
 class RoundRunner:
-    """Runs prefills and decode rounds. They advance rows of `cache` in place.
+    """Runs prefills and decode rounds. They advance rows of `cache` in place, and the caller holds the engine's lock.
+
+    Under tensor parallelism `prefill` and `round` are collective: all ranks must call them with the same rows.
 
     Raises ValueError for an unknown verifier.
 
