@@ -128,10 +128,10 @@ def build_hf(
                 links[header.path] = f"link-{len(links):05d}.safetensors"
                 os.symlink(header.path.resolve(), partial / links[header.path])
             file_of[name] = links[header.path]
-        for count, lot in enumerate(_lots(pairs, shard_bytes), 1):
+        for count, part in enumerate(_in_parts(pairs, shard_bytes), 1):
             file = f"shard-{count:05d}.safetensors"
-            tensor_file.save(lot, partial / file)
-            file_of |= dict.fromkeys(lot, file)
+            tensor_file.save(part, partial / file)
+            file_of |= dict.fromkeys(part, file)
         complete(partial, config, file_of, tokenizer_from)
     return partial
 
@@ -153,23 +153,23 @@ def building(target: Path) -> Iterator[Path]:
         raise
 
 
-def _lots(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield lots of at least `size` bytes, the last one of fewer: tensors on the CPU, contiguous, none a view.
+def _in_parts(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield parts of at least `size` bytes, the last one of fewer: tensors on the CPU, contiguous, none a view.
 
     Two names of one whole storage are not made separate: the caller must not yield these.
     """
-    lot: dict[str, Tensor] = {}
-    lot_bytes = 0
+    part: dict[str, Tensor] = {}
+    part_bytes = 0
     for name, tensor in tensors:
         # safetensors refuses tensors that share storage, such as a split's views, so a view is copied.
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        lot[name] = tensor.detach().to("cpu", copy=not whole).contiguous()
-        lot_bytes += tensor.nbytes
-        if lot_bytes >= size:
-            yield lot
-            lot, lot_bytes = {}, 0
-    if lot:
-        yield lot
+        part[name] = tensor.detach().to("cpu", copy=not whole).contiguous()
+        part_bytes += tensor.nbytes
+        if part_bytes >= size:
+            yield part
+            part, part_bytes = {}, 0
+    if part:
+        yield part
 
 
 def complete(

@@ -197,7 +197,7 @@ class Pusher:
 
 @contextmanager
 def exporting(
-    export: Source, number: Callable[[int], int] | None = None
+    export: Source, broadcast: Callable[[int], int] | None = None
 ) -> Iterator[Source | None]:
     """Let rank 0 call a collective `export` as often as it likes, while the other ranks take part. All ranks enter it.
 
@@ -208,8 +208,8 @@ def exporting(
     On the other ranks the body runs with None, after rank 0's body. If rank 0's body raises, they raise PushError.
     Rank 0 must read each `source(scope)` to its end before the next call, and before the body ends.
 
-    number  collective: returns rank 0's number on every rank, and ignores the numbers of the others. None: by a
-            message to the ranks of this job
+    broadcast  collective: returns rank 0's number on every rank, and ignores the numbers of the others. None: by a
+               message to the ranks of this job
 
     Rank 0 sends one number for each export, the index of its scope, and at the end `done` or `failed`.
     """
@@ -217,23 +217,23 @@ def exporting(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield export
         return
-    number = number or job().tell
+    broadcast = broadcast or job().tell
     done = len(scopes)
     failed = len(scopes) + 1
     if dist.get_rank() == 0:
         # No generator: the number must be sent when `source` is called, before anything of `export` runs.
         def source(scope: Scope) -> Iterator[Named]:
-            number(scopes.index(scope))
+            broadcast(scopes.index(scope))
             return iter(export(scope))
 
         try:
             yield source
         except BaseException:
-            number(failed)  # also for Ctrl-C: the other ranks wait in `number`
+            broadcast(failed)  # also for Ctrl-C: the other ranks wait in `broadcast`
             raise
-        number(done)
+        broadcast(done)
         return
-    while (order := number(done)) < done:  # here `done` is any number: only rank 0's counts
+    while (order := broadcast(done)) < done:  # here `done` is any number: only rank 0's counts
         # Reads to the end and drops the tensors: `export` communicates only while it is read.
         deque(export(scopes[order]), maxlen=0)
     if order == failed:
