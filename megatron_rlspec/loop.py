@@ -65,7 +65,7 @@ def warm_start(
                 )
             run.record(step, metrics)
             run.checkpoint()
-            if run.good_enough():
+            if run.evaluate_warm_start():
                 break
         run.finish()
 
@@ -83,7 +83,7 @@ def replay(
             run.push()
         for step in run.records.steps(config.train.steps):
             with run.clock("generate"):
-                groups = run.collect(step) if generates else run.recorded(step)
+                groups = run.collect(step) if generates else run.load_recorded(step)
             with run.clock("train"):
                 metrics = run.train_step(run.pack(groups), objective="grpo", train_policy=False)
             if generates:

@@ -213,9 +213,9 @@ def dry_run(argv: list[str]) -> None:
         hf_config = model_config(config, "train", weights=False, tokenizer=False)
     engines_open = leaves_engines_open(config)
     if config.drafter.fresh:
-        from megatron_rlspec.run.fresh import described
+        from megatron_rlspec.run.fresh import describe_fresh_drafter
 
-        config, hf_config = described(config, hf_config)
+        config, hf_config = describe_fresh_drafter(config, hf_config)
     else:
         hf_config = with_drafter(config, hf_config, weights=False)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # layers are described, not run: no GPU is touched

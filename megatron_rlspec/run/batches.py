@@ -37,7 +37,7 @@ def advantages(algorithm: AlgorithmConfig, longest: int, group: Group) -> list[f
 def mini_batches(groups: Sequence[Group], updates: int) -> list[slice]:
     """Divide the samples of a step into `updates` parts of whole groups, fewer if there are fewer groups.
 
-    Returns slices of `samples_of(groups)`, none of them empty.
+    There must be at least one group, and none may be empty. Returns slices of `samples_of(groups)`, none of them empty.
     """
     # index of the first sample after each group
     ends = np.cumsum([len(group.samples) for group in groups])
@@ -60,7 +60,7 @@ def micro_batches(
     depth: int = 0,
     supervised: bool = False,
 ) -> list[PackedBatch]:
-    """Return this rank's micro-batches of one optimizer step.
+    """Return this rank's micro-batches of one optimizer step. `Trainer.train_step` takes them.
 
     All ranks must pass the same samples: each packs all of them and takes its share, without communication.
 

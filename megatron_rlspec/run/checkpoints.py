@@ -71,7 +71,7 @@ class Saver:
         self.saved = 0
         self._checkpoints = Checkpoints(Path(trainer.config.train.run_dir))
         self._trainer = trainer
-        self._main = dist.get_rank() == 0
+        self._is_rank0 = dist.get_rank() == 0
         self._identity = dict(digests)
 
     def load_newest(self, steps: int) -> State:
@@ -115,7 +115,7 @@ class Saver:
         """Write a checkpoint, unless this step has one, and return its path. Collective.
 
         done   steps of the run
-        state  is called on rank 0
+        state  is called on rank 0 only, so it must not be collective
 
         Raises SaveError on every rank.
         """
@@ -130,12 +130,12 @@ class Saver:
 
         try:
             # The state first: where the trainer's directory exists, a checkpoint is complete.
-            if error := on_all_ranks(write_state, self._main):
+            if error := on_all_ranks(write_state, self._is_rank0):
                 raise SaveError(error)
             self._trainer.save(path)
         finally:
             # Also after an error: the state of an unfinished checkpoint goes.
-            if self._main:
+            if self._is_rank0:
                 self._checkpoints.prune()
         self.saved = done
         return path

@@ -13,10 +13,10 @@ from megatron_rlspec.run.loading import Loaded
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# With drafter.share=auto the drafter learns from this part of a step's tokens, but from LEAST_TOKENS at least: a
+# With drafter.share=auto the drafter learns from this part of a step's tokens, but from AUTO_LEAST_TOKENS at least: a
 # quarter of a small step teaches too little (docs/staleness.md).
-SHARE = 0.25
-LEAST_TOKENS = 2048
+AUTO_SHARE = 0.25
+AUTO_LEAST_TOKENS = 2048
 
 
 def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[int]) -> np.ndarray:
@@ -24,12 +24,13 @@ def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[i
 
     At least one is chosen. The choice follows from the arguments, so all ranks choose the same.
 
-    lengths  tokens of each sample
-    share    part of the samples; None: as many as have `SHARE` of the tokens, or `LEAST_TOKENS`
+    lengths  tokens of each sample, of which there is at least one
+    share    part of the samples; None: as many as have `AUTO_SHARE` of the tokens, or AUTO_LEAST_TOKENS if that is
+             more
     """
     order = np.random.default_rng(seed).permutation(len(lengths))
     if share is None:
-        wanted = max(LEAST_TOKENS, SHARE * sum(lengths))
+        wanted = max(AUTO_LEAST_TOKENS, AUTO_SHARE * sum(lengths))
         tokens_so_far = np.cumsum(np.asarray(lengths)[order])
         # the first sample with which the sum reaches `wanted`; beyond the end if all are too few
         number = int(np.searchsorted(tokens_so_far, wanted)) + 1
@@ -93,7 +94,8 @@ class Drafting:
     def observe(self, groups: Sequence[Group]) -> None:
         """Take the rollouts, or demonstrations, of the next step. Sets the trainer's draft vocabulary by their tokens.
 
-        The engines get that vocabulary with the next push (`hot_tokens`).
+        The engines get that vocabulary with the next push (`hot_tokens`). Call this once in a step: every call counts
+        the tokens again.
         """
         self.schedule.observe(groups)
         if self._vocabulary is not None:

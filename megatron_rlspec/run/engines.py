@@ -33,16 +33,17 @@ Named = Mapping[str, RolloutEngine]
 class RunDraftRule(DraftRule):
     """The speculation rule or fixed configuration of a run's engines.
 
-    drafts  whether engines speculate
-    chain   drafts per round of a canary; 0 without speculation
+    speculates     whether engines speculate
+    canary_drafts  drafts per round of a canary; 0 without speculation
     """
 
     def __init__(self, config: Config, learning: Learning) -> None:
         options = config.spec
         adaptive = options.mode == "adaptive"
         super().__init__(learning, None if adaptive else options.config())
-        self.chain = options.num_steps or (max(options.candidate_steps) if adaptive else 0)
-        self.drafts = options.mode != "off" and self.chain > 0
+        most_candidate = max(options.candidate_steps) if adaptive else 0
+        self.canary_drafts = options.num_steps or most_candidate
+        self.speculates = options.mode != "off" and self.canary_drafts > 0
         self._rule_file = Path(config.train.run_dir) / "spec_rule.json"
 
     def learn(
@@ -83,6 +84,7 @@ class Engines:
     ) -> None:
         """Take over engines that have started.
 
+        named      the engines by name
         starting   starts lost engines again, together at most `rollout.restarts` times
         drafter    Hugging Face names of the drafter's tensors
         canary     prompts, of which every engine answers the first `CANARY_PROMPTS` after a push
@@ -91,19 +93,19 @@ class Engines:
         rollout = config.rollout
         # The embedded engine has a queue of its own, so it gets all requests at once (0). Then the round in which a
         # sample begins does not depend on threads, nor does how far unfinished samples are when a batch is full.
-        alone = rollout.engine == "embedded"
-        max_in_flight = 0 if alone else rollout.max_running_requests
-        self.pool = EnginePool(
-            named, max_in_flight, self.restart, can_continue=alone or config.keyed
-        )
+        embedded = rollout.engine == "embedded"
+        max_in_flight = 0 if embedded else rollout.max_running_requests
+        # Only keyed noise lets an SGLang engine continue a sample.
+        can_continue = embedded or config.keyed
+        self.pool = EnginePool(named, max_in_flight, self.restart, can_continue=can_continue)
         self.health = Health(
             # Without training the trainer has no drafter to send; engines keep that of model.path.
             Pusher(self.pool.engines, frozen=() if config.drafter.train else drafter),
             drafter.__contains__,
-            self.speculate if speculation.drafts else None,
+            self.set_speculation if speculation.speculates else None,
             canary[:CANARY_PROMPTS],
             rollout.sampling,
-            HealthSettings(speculation.chain),
+            HealthSettings(speculation.canary_drafts),
             lambda record: recorder.event("health", contract.summary(record), **record),
         )
         self._starting = starting
@@ -113,7 +115,7 @@ class Engines:
         self._migration = migration
         # by lost engine, the number of its restart (0: none is left), until `record_losses` has written its event
         self._restarting: dict[str, int] = {}
-        self._restarted = 0  # engines, since the last `restarted`
+        self._restarted = 0  # engines, since the last `take_restarted`
         self._asleep = False  # between `sleep` and `wake`
 
     def close(self) -> None:
@@ -123,7 +125,7 @@ class Engines:
 
     # ---- speculation ------------------------------------------------------------------------------------------------
 
-    def speculate(self, name: str, engine: RolloutEngine) -> None:
+    def set_speculation(self, name: str, engine: RolloutEngine) -> None:
         """Set the run's speculation rule or configuration on an engine. Drops the engine if it does not answer."""
         try:
             self._speculation.set(engine)
@@ -202,8 +204,8 @@ class Engines:
         """Return whether no engine is left, but one is starting again."""
         return not self.pool.engines and self._restarts.pending
 
-    def restarted(self) -> int:
-        """Return how many engines were restarted since the last call."""
+    def take_restarted(self) -> int:
+        """Return how many engines were restarted since the last call, and begin to count anew."""
         number, self._restarted = self._restarted, 0
         return number
 

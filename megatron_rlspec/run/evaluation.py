@@ -44,25 +44,25 @@ class Evaluation:
         """
         reward = math.nan
 
-        def answer(rollouts: Rollouts) -> None:
+        def evaluate_all(rollouts: Rollouts) -> None:
             nonlocal reward
             results = rollouts.generation.evaluate(name, done)
             reward = results.get("", {}).get("reward", math.nan)  # "" is the set of data.eval_path
             for which, result in results.items():
                 self.records.evaluated(done, which, result)
 
-        while not self.rank0.ask(answer):
+        while not self.rank0.ask(evaluate_all):
             # All engines were lost, and one is starting again: `push` waits for it, and sends it the weights.
             self.push()
         return reward
 
-    def settled(self, done: int, tokens: int, answers: list[Sample]) -> bool:
+    def measure_drafter(self, done: int, tokens: int, answers: list[Sample]) -> bool:
         """Measure a warm start's drafter after `done` steps. Returns whether its accept length has stopped rising.
 
-        Collective; the answer is the same on every rank.
+        Collective; the result is the same on every rank. Each call adds a measurement to `accept_lengths`.
 
         tokens   that the drafter was trained on so far, for the event
-        answers  the held-out demonstrations
+        answers  the held-out demonstrations, at least one; the same on every rank
         """
         with self.records.clock("train"):
             packed = batches.micro_batches(
@@ -83,5 +83,5 @@ class Evaluation:
             tokens=tokens,
             **{f"accept_length_{k}": value for k, value in by_drafts.items()},
         )
-        # It has if neither of the last two measurements is clearly above the best one before them.
+        # It has stopped if neither of the last two measurements is clearly above the best one before them.
         return len(past) > 2 and max(past[-2:]) < max(past[:-2]) + PLATEAU

@@ -52,7 +52,8 @@ class DrafterSchedule:
 
         `train` must be called once: it updates the policy.
 
-        rollout_seconds  duration of the step's rollout; None on ranks above 0, and for recorded rollouts
+        rollout_seconds  duration of the step's rollout; NaN if a checkpoint had the rollout; None on ranks above 0, and
+                         for recorded rollouts. It differs between ranks, so no rank may decide by it alone
         """
         # One pass trains both: the drafter learns from the hidden states that the policy's loss computes.
         return train(True)

@@ -32,7 +32,8 @@ def with_fresh_drafter(config: Config) -> Config:
     """Return the configuration of a run that starts with a fresh drafter, which rank 0 writes to the run directory.
 
     The directory's name follows from the model, so a resumed run finds it. Other ranks wait for it, without a time
-    limit: torchrun ends them if rank 0 fails. The ranks are no job of torch.distributed yet, so they wait for the file.
+    limit: torchrun ends them if rank 0 fails. The ranks are no job of torch.distributed yet, so they look for the
+    directory. All ranks must call this.
 
     Raises ConfigError or CheckpointError for a model that gets none.
     """
@@ -42,7 +43,7 @@ def with_fresh_drafter(config: Config) -> Config:
     )
     kind = _kind(config, hf_config)
     target = Path(config.train.run_dir) / f"start-{kind}-{identity.of_model(model)[:8]}"
-    changed = _changed(config, kind, target)
+    changed = _config_with(config, kind, target)
     if os.environ.get("RANK", "0") == "0" and not target.exists():
         print(f"rlspec: {model} gets a fresh drafter, {kind}, in {target}", flush=True)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,13 +65,15 @@ def with_fresh_drafter(config: Config) -> Config:
     return changed
 
 
-def described(config: Config, hf_config: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+def describe_fresh_drafter(
+    config: Config, hf_config: Mapping[str, Any]
+) -> tuple[Config, dict[str, Any]]:
     """Return configuration and config.json of a run with a fresh drafter, without writing it: for `--dry-run`.
 
     Raises ConfigError.
     """
     kind = _kind(config, hf_config)
-    changed = _changed(config, kind, Path("(fresh)"))
+    changed = _config_with(config, kind, Path("(fresh)"))
     if kind == "mtp":
         return changed, config_with_drafter(hf_config)
     return changed, {**hf_config, DRAFTER: config_of_drafter(hf_config)}
@@ -101,7 +104,7 @@ def _kind(config: Config, hf_config: Mapping[str, Any]) -> str:
     return "eagle3"
 
 
-def _changed(config: Config, kind: str, target: Path) -> Config:
+def _config_with(config: Config, kind: str, target: Path) -> Config:
     """Return the configuration of a run with the fresh drafter in `target`. Raises ConfigError if it does not fit."""
     if kind == "mtp":
         # An MTP layer is a part of the model: `target` holds both.

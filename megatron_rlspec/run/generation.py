@@ -44,9 +44,9 @@ class RolloutCancelledError(RuntimeError):
 class Generation:
     """Takes prompts, has engines generate samples of them, and has rewards score these.
 
-    Threads: `evaluate` runs in the caller's; `rollout` too, or in the background thread of `Rollouts`. `_ended` and
-    `_add` run in threads of engines and reward workers, and `Drawing` has a lock for them. `_abort_when_cancelled` has
-    a thread of its own.
+    Threads: `evaluate` runs in the caller's, and `rollout` in the caller's or in the background thread of `Rollouts`,
+    but never both at once. `_on_ended` and `_add_to_batch` run in threads of engines and reward workers; `Drawing` has
+    a lock for them. `_abort_when_cancelled` has a thread of its own.
 
     begun      groups that have begun and go on in the next rollout (`rollout.partial`)
     held_out   prompts of evaluations by the name of their set
@@ -82,7 +82,7 @@ class Generation:
         self._failed_steps = FailedSteps(train.max_bad_steps)
         self._shown = False  # whether the run has shown a scored sample
         # ids of the requests that engines may have; for `_abort_when_cancelled`, in another thread
-        self._running: Collection[str] = ()
+        self._running_ids: Collection[str] = ()
         self._closed = threading.Event()
         self._conversations: Conversations | None = None
         if rollout.function:
@@ -113,14 +113,14 @@ class Generation:
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
-    def rollout(self, step: int, source: data.Prompts, counts: dict[str, float]) -> list[Group]:
+    def rollout(self, step: int, source: data.Prompts, figures: dict[str, float]) -> list[Group]:
         """Return `rollout.prompts_per_step` complete groups, of prompts from `source`.
 
         Dynamic sampling drops groups, and more prompts are taken then. With `rollout.partial` more groups are begun,
         and those that are not in the batch go on in the next rollout.
 
-        counts  numbers for the step's record; this sets `continued_tokens`, adds to `reward_seconds_waited`, and with
-                `rollout.partial` sets `over_drawn`
+        figures  numbers for the step's record. This sets `continued_tokens`, adds to `reward_seconds_waited`, which must
+                 be there, and with `rollout.partial` sets `over_drawn`
 
         Raises EngineError if no engine is left, RewardError, and RolloutCancelledError.
         """
@@ -131,7 +131,7 @@ class Generation:
 
         # The next step trains version step + 2, on tokens that are at most `max_lag` versions older.
         drawing = Drawing(self.begun, options.prompts_per_step, step + 2 - options.max_lag, usable)
-        counts["continued_tokens"] = float(_tokens_of_partials(self.begun))
+        figures["continued_tokens"] = float(_tokens_of_partials(self.begun))
         failures: Failures = []
         ended = 0  # samples
         taken = 0  # prompts of `source`: the place of the next one, from which its seeds are made
@@ -145,7 +145,7 @@ class Generation:
                 self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, taken)
             )
             taken += len(prompts)
-            ended_now, failed_now = self._generate(drawing, counts)
+            ended_now, failed_now = self._generate(drawing, figures)
             failures += failed_now
             ended += ended_now
             # Every refill counts as a step. Otherwise dynamic sampling without any reward would refill for ever.
@@ -155,7 +155,7 @@ class Generation:
                 break
         groups, self.begun = drawing.batch()
         if options.partial:
-            counts["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
+            figures["over_drawn"] = float(sum(len(group.requests) for group in self.begun))
         if options.mask_offpolicy:
             mask_continued(samples_of(groups))
         if step == 0:
@@ -183,6 +183,8 @@ class Generation:
         name  of the evaluation, in its events and its requests' ids
         done  steps that the policy has had, for the events
 
+        Call it while no rollout runs, and after `Rollouts.adapt`: it drops rounds that `adapt` has not read.
+
         Returns the figures of the events by the name of the set; "" is data.eval_path. Raises EngineError if no engine
         is left, RewardError, and RolloutCancelledError.
         """
@@ -201,7 +203,7 @@ class Generation:
         # Read and drop the evaluation's rounds: the speculation rule learns from rollouts only, because an evaluation
         # may have another temperature.
         self._engines.rounds()
-        if name == "first":
+        if name == "first":  # the evaluation before the first step (`loop.py`)
             self._show("the first of the evaluation", samples[0])
         shown = f"{name}, {which}" if which else name
         self._failed_steps.observe_evaluation(f"evaluation {shown}", len(samples), failures)
@@ -243,19 +245,21 @@ class Generation:
         return groups
 
     def _generate(
-        self, drawing: Drawing, counts: dict[str, float] | None = None
+        self, drawing: Drawing, figures: dict[str, float] | None = None
     ) -> tuple[int, Failures]:
         """Generate and score what has not ended until the batch is full.
 
-        counts  as in `rollout`; None: this is an evaluation
+        figures  as in `rollout`; None: this is an evaluation
 
         Returns the number of samples that ended, and one line per failed reward.
         """
         scoring = rewards.Scoring(self._scorer)
-        sampling = self._eval_sampling if counts is None else self.sampling
+        sampling = self._eval_sampling if figures is None else self.sampling
         try:
-            samples = self._answer(
-                drawing.requests(), sampling, lambda sample: self._ended(sample, drawing, scoring)
+            samples = self._run_requests(
+                drawing.requests(),
+                sampling,
+                lambda sample: self._on_ended(sample, drawing, scoring),
             )
             ended = [sample for sample in samples if sample.status != "aborted"]
             # `own_reward`: the user's function has set the reward (rollout/conversation.py)
@@ -265,7 +269,7 @@ class Generation:
         except BaseException:
             scoring.cancel()
             raise
-        # Before any sample is used: after an interruption rewards count as failed that were only stopped.
+        # Before any sample is used: rewards that an interruption stopped look like failed ones.
         self._check_cancelled()
         # Under dynamic sampling a callback of the reward may still be running. `add` ignores what is there already.
         for sample in ended:
@@ -273,31 +277,31 @@ class Generation:
         # Engines that cannot continue samples begin the aborted ones anew.
         if self._engines.pool.can_continue:
             drawing.store_partials(sample for sample in samples if sample.status == "aborted")
-        if counts is not None:
-            counts["reward_seconds_waited"] += scoring.waited
+        if figures is not None:
+            figures["reward_seconds_waited"] += scoring.waited
         return len(ended), failures
 
-    def _ended(self, sample: Sample, drawing: Drawing, scoring: rewards.Scoring) -> None:
+    def _on_ended(self, sample: Sample, drawing: Drawing, scoring: rewards.Scoring) -> None:
         """Begin to compute the reward of a sample that has just ended. A full batch aborts the others. Any thread."""
         if sample.status == "aborted":
             return
         sample.text = self.decode(sample.response)
         if "own_reward" in sample.metadata:
-            self._add(sample, drawing)
+            self._add_to_batch(sample, drawing)
             return
         future = scoring.add(sample)
         if not self._dynamic:
-            self._add(sample, drawing)
+            self._add_to_batch(sample, drawing)
             return
 
         def add_scored(future: Future[Any]) -> None:
             if not future.cancelled():
-                self._add(sample, drawing)
+                self._add_to_batch(sample, drawing)
 
-        # Dynamic sampling counts a group by its rewards, so the sample must have its reward before `_add`.
+        # Dynamic sampling counts a group by its rewards, so the sample must have its reward before `_add_to_batch`.
         future.add_done_callback(add_scored)
 
-    def _add(self, sample: Sample, drawing: Drawing) -> None:
+    def _add_to_batch(self, sample: Sample, drawing: Drawing) -> None:
         """Add a sample to the batch. A full batch aborts the requests that are left."""
         if not drawing.add(sample):
             return
@@ -305,24 +309,24 @@ class Generation:
         if left:
             self._engines.pool.abort(left)
 
-    def _answer(
-        self, requests: Sequence[Request], sampling: Sampling, ended: Callable[[Sample], None]
+    def _run_requests(
+        self, requests: Sequence[Request], sampling: Sampling, on_ended: Callable[[Sample], None]
     ) -> list[Sample]:
         """Generate one sample per request, in one reply each or by the user's function (`rollout.function`).
 
-        `ended` is called with each sample, from any thread.
+        `on_ended` is called with each sample, from any thread.
         """
         self._check_cancelled()
         try:
             if self._conversations is None:
-                self._running = [request.id for request in requests]
-                samples = self._engines.pool.generate(requests, sampling, ended)
+                self._running_ids = [request.id for request in requests]
+                samples = self._engines.pool.generate(requests, sampling, on_ended)
             else:
                 # Ids of turns, which come and go: the attribute, and no copy, is read at each abort.
-                self._running = self._conversations.running
-                samples = self._conversations.draw(requests, sampling, ended)
+                self._running_ids = self._conversations.running
+                samples = self._conversations.draw(requests, sampling, on_ended)
         finally:
-            self._running = ()
+            self._running_ids = ()
         self._check_cancelled()
         self._engines.record_losses()
         return samples
@@ -336,8 +340,8 @@ class Generation:
         while not self._closed.wait(CANCEL_AGAIN):
             if self._cancelled.is_set():
                 self._scorer.interrupt()
-                if self._running:
-                    self._engines.pool.abort(list(self._running))
+                if self._running_ids:
+                    self._engines.pool.abort(list(self._running_ids))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Return the text of tokens, without special tokens."""

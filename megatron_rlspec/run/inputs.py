@@ -27,7 +27,8 @@ PATHS = ("model.path", "data.path", "data.eval_path", "sft.path", "drafter.path"
 def check_inputs(config: Config, command: Command) -> None:
     """Raise ConfigError, CheckpointError (which is one) or DataError for a model, data or reward that cannot be used.
 
-    Only rank 0 of a job checks: the others would read the same. A reward's module is imported in a worker process.
+    Only rank 0 of a job checks: the others would read the same. `loading.load` has the checks of every rank. A reward's
+    module is imported in a worker process.
     """
     if os.environ.get("RANK", "0") == "0":
         with naming_paths(config):
@@ -60,7 +61,7 @@ def _check(config: Config, command: Command) -> None:
         drafter=is_mtp and drafter.train and not drafter.fresh,
         spare=config.reserved_positions if generates else 0,
     )
-    with_drafter(config, hf_config)
+    with_drafter(config, hf_config)  # for its checks
     has_eagle3 = not is_mtp and bool(drafter.path)
     if has_eagle3 and reads_prompts and config.rollout.engine == "sglang":
         if problem := without_eagle3(hf_config):

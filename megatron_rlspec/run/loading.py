@@ -47,10 +47,13 @@ from megatron_rlspec.types import Prompt
 class Loaded:
     """What a run has read. The same on every rank, but for `layout`, which is of the rank's node.
 
+    The fields stay, but `data` moves on in its order, `vocabulary` learns, and `replay` reads on in its files.
+
     hf_config   config.json of the policy, with the EAGLE-3 drafter's under the key `DRAFTER`, if there is one
     tensors     of both by Hugging Face name, read from disk at each access
     eagle3_ids  token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`; None for another drafter
     layout      which GPUs the ranks of this node and the engines have
+    tokenizer   of model.path
     vocabulary  counts tokens for the draft vocabulary; None: drafts are chosen from all tokens
     data        prompts, or the demonstrations of a warm start; None for a replay, which has recorded rollouts
     held_out    prompts of evaluations by the name of their set (`DataConfig.evaluated`)
@@ -186,14 +189,14 @@ def build_rollouts(
     config: Config,
     loaded: Loaded,
     started: StartingRollouts,
-    named: Mapping[str, RolloutEngine],
+    engines_by_name: Mapping[str, RolloutEngine],
     recorder: Recorder,
     cancelled: threading.Event | None = None,
 ) -> Rollouts:
-    """Put together the rollouts of a run, on rank 0, from its started parts.
+    """Put together the rollouts of a run, on rank 0, from its started parts. `Rollouts.start` must follow.
 
-    named      engines by name: the result of `started.engines.wait()`
-    cancelled  when it is set, rollouts end with RolloutCancelledError
+    engines_by_name  the result of `started.engines.wait()`
+    cancelled        when it is set, rollouts end with RolloutCancelledError; None: they cannot be cancelled
     """
     held_out: dict[str, Sequence[Prompt]] = {}
     for name, prompts in loaded.held_out.items():
@@ -204,7 +207,7 @@ def build_rollouts(
     speculation = RunDraftRule(config, started.learning)
     engines = Engines(
         config,
-        named,
+        engines_by_name,
         started.engines,
         speculation,
         recorder,

@@ -23,27 +23,28 @@ NEWEST = 20  # newest steps that enter the median
 class LogprobGap:
     """The largest allowed gap of a step, the same on every rank.
 
-    seen  gaps of the newest steps that were not skipped, at most NEWEST; part of a checkpoint ("logprob_gaps")
+    seen  gaps of the newest steps without a skipped update, at most NEWEST; part of a checkpoint ("logprob_gaps")
     """
 
-    def __init__(self, given: float | None, dtype: str, older: bool) -> None:
+    def __init__(self, given: float | None, dtype: str, older_samples: bool) -> None:
         """Begin without any step.
 
-        given  the user's limit (health.logprob_gap); None: the limit follows from `dtype` and the gaps seen
-        dtype  model.dtype
-        older  whether samples may be of an older policy: log-probs then also differ by what the policy has learnt since
+        given          the user's limit (health.logprob_gap); None: it follows from `dtype` and the gaps seen
+        dtype          model.dtype
+        older_samples  whether samples may be of an older policy: log-probs then also differ by what the policy has
+                       learnt since
         """
         self.seen: list[float] = []
         self._given = given
         self._dtype = dtype
-        self._older = older
+        self._older_samples = older_samples
 
     @property
     def limit(self) -> float:
         """Return the largest allowed gap of the next step, in nats a token."""
         if self._given is not None:
             return self._given
-        if self._older:
+        if self._older_samples:
             # How much the policy has learnt varies from step to step, so the usual gap says nothing.
             return max(LIMIT.values())
         limit = LIMIT[self._dtype]
@@ -52,7 +53,7 @@ class LogprobGap:
         return limit
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step that was not skipped."""
+        """Take the metrics of a step of which no update was skipped, equal on all ranks. `Records.write` calls it."""
         if GAP in metrics:
             self.restore([*self.seen, metrics[GAP]])
 

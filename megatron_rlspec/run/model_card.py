@@ -16,7 +16,7 @@ FIGURES = {
     "rollout/accept_length": "accept length (tokens a decode round), last step",
 }
 # SGLang's options for a chain of three drafts: num-draft-tokens counts the token before them, too
-DRAFTS = """--speculative-num-steps 3 \\
+DRAFT_OPTIONS = """--speculative-num-steps 3 \\
         --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"""
 UNEXPECTED = """\
 Transformers lists the drafter's tensors (`mtp`) as unexpected, because it does not use them.
@@ -32,6 +32,8 @@ def card(
     has_mtp: bool = False,
 ) -> str:
     """Return the text of README.md, the model card of a result (`result.py`).
+
+    Its commands name directories without their parents, so they work in the directory that holds them.
 
     base     directory of the model that the run began with
     about    figures of the run, of which the card shows those of `FIGURES`
@@ -50,9 +52,10 @@ def card(
     unexpected = ""
     if has_mtp:
         unexpected = UNEXPECTED
-        launch += f" --speculative-algorithm NEXTN {DRAFTS}"
+        launch += f" --speculative-algorithm NEXTN {DRAFT_OPTIONS}"
     if eagle3 is not None:
-        launch += f" --speculative-algorithm EAGLE3 \\\n        --speculative-draft-model-path {eagle3.name} {DRAFTS}"
+        drafter = f"--speculative-draft-model-path {eagle3.name} {DRAFT_OPTIONS}"
+        launch += f" --speculative-algorithm EAGLE3 \\\n        {drafter}"
     return f"""---
 library_name: transformers
 ---

@@ -25,13 +25,13 @@ DONE, AGAIN, OVER = range(3)  # outcomes that rank 0 tells all ranks
 class Rank0:
     """Guards the calls to engines and rewards. Every rank holds one, and all make the same calls.
 
-    main           whether this is rank 0
+    is_rank0       whether this is rank 0
     rollouts       engines and rewards; None on ranks above 0, and in runs without engines
     interruption   a signal that ends rollouts
     stop           saves a checkpoint and raises RunStopped; collective (`Session._stop`)
     """
 
-    main: bool
+    is_rank0: bool
     rollouts: Rollouts | None
     interruption: Interruption
     stop: Callable[[str], NoReturn]
@@ -49,7 +49,8 @@ class Rank0:
         """Call `act` on every rank, which may call engines or rewards on rank 0. Collective.
 
         Returns False on every rank if no engine is left, but one is starting again: the caller must push, and call
-        again. Any other failure of engines or rewards raises RunStopped on every rank, after a checkpoint.
+        again, so `act` may run several times. Any other failure of engines or rewards raises RunStopped on every rank,
+        after a checkpoint. A PushError of rank 0 itself, and errors of other types, are raised on their own rank only.
         """
         reason = ""
         try:
@@ -59,7 +60,7 @@ class Rank0:
         except RolloutCancelledError:
             reason = self.interruption.reason
         except PushError as error:
-            if self.main:
+            if self.is_rank0:
                 # The export gave tensors that may not be sent, so a checkpoint of them may be wrong as well: none is
                 # written, and rank 0's error ends the job.
                 raise
@@ -67,7 +68,7 @@ class Rank0:
             reason = str(error)
         # Only rank 0 knows what failed: its outcome counts on all ranks.
         outcome = DONE
-        if self.main and reason:
+        if self.is_rank0 and reason:
             starts_again = self.rollouts is not None and self.rollouts.engines.awaited
             outcome = AGAIN if starts_again else OVER
         outcome = ranks.job().tell(outcome)

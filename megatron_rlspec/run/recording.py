@@ -26,9 +26,9 @@ from megatron_rlspec.types import Sample
 
 SHOWN_TEXTS = 4  # texts of a step that samples.jsonl gets
 SHOWN_EVERY = 10  # without rollouts, a line is printed every so many steps
-RECENT = 8  # steps from whose seconds the remaining time is estimated
-TOKENS = "rollout/tokens_so_far"
-NOT_TAUGHT = "rollout/groups_without_advantage"
+RECENT_STEPS = 8  # steps from whose seconds the remaining time is estimated
+TOKENS_SO_FAR = "rollout/tokens_so_far"
+WITHOUT_ADVANTAGE = "rollout/groups_without_advantage"
 USELESS_STEPS = 10  # after so many steps in a row without any advantage an event says so
 
 
@@ -44,11 +44,11 @@ class Records:
     logprob_gap  the limit on the difference of log-probs between engines and trainer; equal on all ranks
     """
 
-    def __init__(self, config: Config, clock: Clock, done: int, main: bool) -> None:
+    def __init__(self, config: Config, clock: Clock, done: int, is_rank0: bool) -> None:
         """Open the files, which is a run's first write. Raises OSError and FileError.
 
-        done  steps that the run has, from its checkpoint
-        main  whether this is rank 0
+        done      steps that the run has, from its checkpoint
+        is_rank0  whether this is rank 0
         """
         self.clock = clock
         self.recorder: Recorder | None = None
@@ -56,17 +56,17 @@ class Records:
         self.bad_steps = 0
         self.why_bad = ""
         self.about: dict[str, float] = {"steps": float(done)}
-        older = config.rollout.max_lag > 0
-        self.logprob_gap = LogprobGap(config.health.logprob_gap, config.model.dtype, older)
+        older_samples = config.rollout.max_lag > 0
+        self.logprob_gap = LogprobGap(config.health.logprob_gap, config.model.dtype, older_samples)
         self._config = config
         self._first = done
         # share of the newest step's groups; None: no groups yet
         self._without_advantage: float | None = None
         self._useless_steps = 0  # in a row, in which no group had an advantage
         self._tokens = 0.0  # of all responses so far
-        self._seconds: deque[float] = deque(maxlen=RECENT)  # of the newest steps
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)  # of the newest steps
         self._began = time.perf_counter()  # of the step that runs
-        if not main:
+        if not is_rank0:
             return
         run_dir = Path(config.train.run_dir)
         dropped = []
@@ -79,7 +79,7 @@ class Records:
         self.recorder.started(done)
         past = read_records(run_dir / "metrics.jsonl")
         if past:
-            self._tokens = past[-1].get(TOKENS, 0.0)
+            self._tokens = past[-1].get(TOKENS_SO_FAR, 0.0)
             self.about |= past[-1]
         if dropped:
             lost = f"the records of {len(dropped)} steps are dropped"
@@ -106,10 +106,12 @@ class Records:
             self.about |= values
             self.recorder.to_sinks(done, values)
 
-    def advantages(
+    def observe_advantages(
         self, done: int, samples: Sequence[Sample], values: Sequence[Sequence[float]]
     ) -> None:
         """Take the advantages `values` of a rollout, by group, after `done` steps.
+
+        Call it once in a step, before `write`, which records the share of groups without any.
 
         Writes an event if all are 0 in the run's first step, and after USELESS_STEPS such steps in a row.
         """
@@ -126,7 +128,10 @@ class Records:
             self.event("reward", f"step {done + 1}: {without_advantage(samples)}")
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the remaining steps, and start to measure the first one."""
+        """Yield the numbers of the remaining steps, from 0, and start to measure the first one.
+
+        Iterate once. `write` needs `total` and the start of the first step from here.
+        """
         self._total = total
         self._began = time.perf_counter()
         yield from range(self._first, total)
@@ -140,7 +145,7 @@ class Records:
     ) -> None:
         """Write the record of a step, a line on the terminal, and a few texts. Counts bad steps in a row.
 
-        All ranks call it with equal `values` of skipped updates and log-probs, so that all count alike.
+        All ranks call it once in a step, with equal `values` of skipped updates and log-probs, so that all count alike.
 
         samples  of the step's rollout; none without a rollout
         decode   returns the text of tokens; None without a rollout
@@ -167,9 +172,9 @@ class Records:
         self._began = now
         if "rollout/response_tokens" in record:
             self._tokens += record["rollout/response_tokens"]
-            record[TOKENS] = self._tokens
+            record[TOKENS_SO_FAR] = self._tokens
             if self._without_advantage is not None:
-                record[NOT_TAUGHT] = self._without_advantage
+                record[WITHOUT_ADVANTAGE] = self._without_advantage
         if samples and decode is not None:
             distance = max(1, len(samples) // SHOWN_TEXTS)
             self.recorder.samples(step, samples[::distance][:SHOWN_TEXTS], decode)

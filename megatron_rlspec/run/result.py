@@ -50,7 +50,7 @@ def write_result(
 ) -> None:
     """Write policy and drafter to `run_dir/NAME`; an EAGLE-3 drafter goes to `run_dir/NAME_drafter`. Collective.
 
-    A directory that is there already is replaced, except hf/, the result of a finished run.
+    A directory that is there already is replaced, except hf/, the result of a finished run: then this raises OSError.
 
     records  with the figures for the model card
     reward   of this policy; None: no file REWARD is written

@@ -60,12 +60,12 @@ class Rollout(NamedTuple):
 
     groups   scored
     seconds  to generate and score them; NaN if a checkpoint had them
-    counts   numbers for the step's record, which become `rollout/NAME`
+    figures  numbers for the step's record, which become `rollout/NAME`
     """
 
     groups: list[Group]
     seconds: float
-    counts: dict[str, float] = {}
+    figures: dict[str, float] = {}
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Rollouts:
     prompts      of the training steps; None: only evaluations are generated
     migration    as in `StartingRollouts`
     newest       the rollout that `collect` returned last
-    _rolling     the step whose rollout runs, or ran last
+    _step        the step whose rollout runs, or ran last
     _ahead       the rollout that no `collect` has returned yet: running in `_thread`, ended, or from a checkpoint
     """
 
@@ -89,7 +89,7 @@ class Rollouts:
     prompts: Prompts | None
     migration: Migration | None
     config: Config
-    _rolling: int = 0
+    _step: int = 0
     _ahead: Future[Rollout] | None = None
 
     def __post_init__(self) -> None:
@@ -97,7 +97,10 @@ class Rollouts:
         self._thread = ThreadPoolExecutor(1, "rollout")
 
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:
-        """Continue from what `state` returned for a checkpoint (empty without one), and set the engines' rules."""
+        """Continue from what `state` returned for a checkpoint (empty without one), and set the engines' rules.
+
+        Call it once, before everything else.
+        """
         if self.migration is not None:
             self.migration.attach(self.engines.pool, self._record_moves)
         if drawn.ahead:
@@ -126,10 +129,11 @@ class Rollouts:
     def state(self, replay: Sequence[Group]) -> State:
         """Return the state for a checkpoint, with the drafter's stored rollouts `replay`. `start` reads it.
 
-        Waits for the rollout that runs ahead, and includes it: a resumed run has no weights to generate it with.
+        Waits for the rollout that runs ahead, and includes it: a resumed run could not generate it again, because it
+        has the weights after the step, and this rollout has those before it.
         """
         ahead = Rollout([], math.nan) if self._ahead is None else self._ahead.result()
-        values = self.speculation.learning.state() | {"ahead": ahead.counts}
+        values = self.speculation.learning.state() | {"ahead": ahead.figures}
         return State(values, Drawn(ahead.groups, replay, self.generation.begun))
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
@@ -157,7 +161,10 @@ class Rollouts:
         return groups
 
     def begin(self, step: int) -> None:
-        """Start the rollout of a step in a thread, unless it runs already; `collect` waits for it."""
+        """Start the rollout of a step in a thread, unless there is one already; `collect` waits for it.
+
+        There is one if it runs or has ended, or if a checkpoint had it. `step` must be that of the next `collect`.
+        """
         if self._ahead is None:
             self._ahead = self._thread.submit(self._generate, step)
 
@@ -169,36 +176,38 @@ class Rollouts:
 
     def _generate(self, step: int) -> Rollout:
         """Generate and score the rollout of a step. After an error the order of prompts is as before the call."""
-        self._rolling = step
+        self._step = step
         prompts = self.prompts
         assert prompts is not None, "without prompts only evaluations are generated"
         order = prompts.order.state()
         began = time.perf_counter()
         pool = self.engines.pool
         continued_before = pool.continued_tokens
-        counts = {"reward_seconds_waited": 0.0}
+        figures = {"reward_seconds_waited": 0.0}
         try:
-            groups = self.generation.rollout(step, prompts, counts)
+            groups = self.generation.rollout(step, prompts, figures)
         except BaseException:
             prompts.order.restore(order)
             raise
         # beside those of partial rollouts, the tokens of lost engines' samples
-        counts["continued_tokens"] += pool.continued_tokens - continued_before
-        return Rollout(groups, time.perf_counter() - began, counts)
+        figures["continued_tokens"] += pool.continued_tokens - continued_before
+        return Rollout(groups, time.perf_counter() - began, figures)
 
     def _record_moves(self, record: Mapping[str, Any]) -> None:
-        self.recorder.moves(self._rolling, record)
+        self.recorder.moves(self._step, record)
 
     def step_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Return `rollout/*` of the newest rollout, whose samples are given, and `engine/restarts` since the last call.
+
+        Call it once in a step. `samples` are those of `collect`, at least one.
 
         `records/metric_names.toml` lists the names.
         """
         values = rollout_metrics(samples)
         values["tokens_per_second"] = values["response_tokens"] / self.newest.seconds
-        values |= self.newest.counts
+        values |= self.newest.figures
         metrics = {f"rollout/{name}": value for name, value in values.items()}
-        metrics["engine/restarts"] = float(self.engines.restarted())
+        metrics["engine/restarts"] = float(self.engines.take_restarted())
         return metrics
 
     # ---- weights and speculation ------------------------------------------------------------------------------------
@@ -207,7 +216,8 @@ class Rollouts:
         """Learn from the rounds of the last rollout. Returns metrics.
 
         `prediction` is the trainer's, of the next rollout's acceptance. Call this before the push: the canary's rounds,
-        under another configuration, would be among those of the rollout.
+        under another configuration, would be among those of the rollout. Call it once in a step: engines forget what was
+        read.
         """
         rounds, reports = self.engines.rounds()
         # The engines' rounds are those of the rollout that ended last: with staleness the one ahead.

@@ -84,8 +84,8 @@ class Session:
     evaluation  held-out prompts and answers
     saver       checkpoints
 
-    Raises ConfigError, DataError or CheckpointError, before it writes anything, if the run cannot work, and EngineError
-    if its engines do not start.
+    Raises ConfigError, DataError or CheckpointError, before it writes a record, if the run cannot work, and EngineError
+    if its engines do not start. Engines that it has launched by then have written logs to the run directory.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Session:
         self.interruption = interruption or Interruption()
         self.clock = Clock()
         # By the launcher's variable: torch.distributed is initialised later, by the trainer.
-        self.main = os.environ.get("RANK", "0") == "0"
+        self.is_rank0 = os.environ.get("RANK", "0") == "0"
         self.done = 0
         self.generates = config.generates(command)
         # metrics and rollouts of the newest step: `_stop` records them if the run ends before `record`
@@ -147,7 +147,7 @@ class Session:
             )
             closing.callback(self.rollouts.close)
             self.rollouts.start(state, drawn)
-        self.rank0 = Rank0(self.main, self.rollouts, self.interruption, self._stop)
+        self.rank0 = Rank0(self.is_rank0, self.rollouts, self.interruption, self._stop)
         self.evaluation = Evaluation(
             self.trainer, self.rank0, self.records, self.push, state.get("accept_lengths", [])
         )
@@ -156,7 +156,7 @@ class Session:
         self, closing: ExitStack, extensions: Extensions
     ) -> StartingRollouts | None:
         """Start reward workers, and engines that have GPUs of their own. None on ranks above 0 and without engines."""
-        if not (self.main and self.generates):
+        if not (self.is_rank0 and self.generates):
             return None
         starting = start_rollouts(self.config, self.loaded, extensions)
         closing.callback(starting.close)
@@ -184,14 +184,14 @@ class Session:
             if starting is not None:
                 starting.engines.launch()
         follow = extensions.kind(self.config.rollout.engine).follow
-        if not self.main and self.generates and follow is not None:
+        if not self.is_rank0 and self.generates and follow is not None:
             # This rank has a part of the engines. Making it is collective: rank 0 does so in `wait`, below.
             closing.callback(follow(self.config))
         return starting.engines.wait() if starting is not None else {}
 
     def _open_records(self, closing: ExitStack, state: Mapping[str, Any]) -> None:
         """Open the records and the trajectory that is recorded. This writes to the run directory."""
-        self.records = Records(self.config, self.clock, self.done, self.main)
+        self.records = Records(self.config, self.clock, self.done, self.is_rank0)
         closing.callback(self.records.close)
         self.records.logprob_gap.restore(state.get("logprob_gaps", []))
         if self.loaded.data is not None:
@@ -209,7 +209,7 @@ class Session:
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Group]:
-        """Return the scored groups of one step, the same on every rank.
+        """Return the scored groups of one step, the same on every rank. `push` must have sent the present weights.
 
         A drafter's schedule may update the drafter from earlier rollouts while engines generate.
         """
@@ -225,8 +225,11 @@ class Session:
         self._newest = ({}, groups)
         return groups
 
-    def recorded(self, step: int) -> list[Group]:
-        """Load the policy that a recorded run had before `step`, and return the rollouts that it trained on."""
+    def load_recorded(self, step: int) -> list[Group]:
+        """Load the policy that a recorded run had before `step`, and return the rollouts that it trained on.
+
+        Collective. For a replay that follows the recorded run; `collect` is for all other runs.
+        """
         replay = self.loaded.replay
         assert replay is not None
         replay.load(self.trainer, step)
@@ -235,7 +238,7 @@ class Session:
         return replay.recorded.groups(step)
 
     def demonstrations(self) -> list[Group]:
-        """Return the next demonstrations; every rank reads the same rows."""
+        """Return the next demonstrations; every rank reads the same rows. Each call moves on in their order."""
         rows = self.loaded.demonstrations
         assert rows is not None
         return [Group(row.prompt, [row]) for row in rows.take(self.config.sft.samples_per_step)]
@@ -252,14 +255,20 @@ class Session:
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
-        """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
+        """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group.
+
+        Call it once in a step, before `train_step`: `Drafting.observe` counts the tokens of `groups` for the draft
+        vocabulary, and a schedule may store the rollouts.
+
+        groups  of all ranks, at least one; equal on every rank
+        """
         samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
         by_group = [advantages(self.config.algorithm, longest, group) for group in groups]
         # In the order of `samples`.
         by_sample = [value for of_group in by_group for value in of_group]
         if self.loaded.prompts is not None and self.loaded.replay is None:
-            self.records.advantages(self.done, samples, by_group)
+            self.records.observe_advantages(self.done, samples, by_group)
         # `observe` sets the draft vocabulary of this step, and tells the schedule of the rollouts.
         self.drafting.observe(groups)
         weights = self.drafting.weights(self.done, samples)
@@ -278,8 +287,11 @@ class Session:
             packed.append(batches)
         return packed
 
-    def train_step(self, mini_batches: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
-        """Update policy and drafter on each mini-batch, and count the step. Arguments and result as `train_rollout`.
+    def train_step(self, packed: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
+        """Update policy and drafter on each mini-batch, and count the step. Returns the metrics of `train_rollout`.
+
+        packed   as `pack` returned it
+        options  of `Trainer.train_step`; `objective` must be among them
 
         Engines on the ranks' GPUs sleep from here until the next push.
         """
@@ -291,14 +303,12 @@ class Session:
         if self.config.algorithm.kl_coef and learns:
             assert self.trainer.reference is not None
             # with the reference's log-probs, to which KL is measured
-            mini_batches = [
-                self.trainer.reference.with_logprobs(batches) for batches in mini_batches
-            ]
+            packed = [self.trainer.reference.with_logprobs(batches) for batches in packed]
         options["logprob_gap"] = self.records.logprob_gap.limit
-        train = partial(train_rollout, self.trainer, mini_batches, **options)
-        seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
-        groups = self._newest[1]
-        metrics = self.drafting.train_step(self.done, train, seconds)
+        train = partial(train_rollout, self.trainer, packed, **options)
+        rollout_seconds = self.rollouts.newest.seconds if self.rollouts is not None else None
+        groups = self._newest[1]  # of `collect`; empty in runs without engines
+        metrics = self.drafting.train_step(self.done, train, rollout_seconds)
         self.done += 1
         if learns and self.due(self.config.train.drift_every):
             metrics |= self._drift(groups)
@@ -324,6 +334,9 @@ class Session:
     def push(self) -> None:
         """Send target and drafter to every engine as one version, and check every engine.
 
+        Call it before the first `collect`, and after each `train_step`. `adapt` comes before it: the canary's rounds
+        would be among those of the rollout.
+
         Restarted engines join here. If no other engine is left, this waits for one.
         """
         if self.loaded.layout.colocated:
@@ -344,6 +357,7 @@ class Session:
                 self._engine_metrics |= self.rollouts.engines.push(
                     self.done + 1, source, hot_tokens, scope
                 )
+        # Not if the push raised: the next one must send the policy, too.
         self._policy_changed = False
 
     def adapt(self) -> None:
@@ -357,7 +371,7 @@ class Session:
     # ---- evaluation, records and checkpoints ------------------------------------------------------------------------
 
     def due(self, every: int) -> bool:
-        """Return whether the number of steps done is a multiple of `every`; 0: never."""
+        """Return whether the number of steps done, also 0, is a multiple of `every`. With `every` = 0: never."""
         return every > 0 and self.done % every == 0
 
     def evaluate(self, name: str) -> None:
@@ -369,30 +383,37 @@ class Session:
             message = f"{name}: reward {reward:.3f} is the highest so far; kept in hf-best"
             self.records.event("best", message)
 
-    def good_enough(self) -> bool:
+    def evaluate_warm_start(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank.
 
-        It may if only the drafter learns, and its accept length on held-out answers has stopped rising.
+        It may if only the drafter learns, and its accept length on held-out answers has stopped rising. Call it once in
+        a step: each call is a new measurement.
         """
         rows = self.loaded.demonstrations
         assert rows is not None
         options = self.config.sft
         if not self.due(options.eval_every):
             return False
-        settled = False
+        stopped_rising = False
         if options.held_out:
-            settled = self.evaluation.settled(self.done, self.drafting.tokens, rows.held_out)
+            stopped_rising = self.evaluation.measure_drafter(
+                self.done, self.drafting.tokens, rows.held_out
+            )
         if self.generates:
             with self.clock("push"):
                 self.push()
             with self.clock("generate"):
                 self.evaluation.evaluate(f"step-{self.done:06d}", self.done)
-        return options.drafter_only and settled
+        return options.drafter_only and stopped_rising
 
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`, on rank 0. Counts bad steps in a row.
 
-        All ranks call this, because `checkpoint` stops the run by that count.
+        All ranks call this once in a step, before `checkpoint`, which stops the run by that count.
+
+        step     from 0: after `train_step` it is `done` - 1
+        metrics  of `train_step`
+        groups   of `collect`; none in runs without engines
         """
         samples = samples_of(groups)
         if self.rollouts is None or not samples:

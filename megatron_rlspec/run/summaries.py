@@ -54,7 +54,7 @@ def best_of(groups: Sequence[Group]) -> dict[int, float]:
     """Return the expected best reward of k samples of a prompt, for k = 2, 4, 8, ... below n, and n; {} for n = 1.
 
     n is the number of samples of the smallest group. For rewards of 0 and 1 this is the unbiased estimate of pass@k. A
-    failed reward counts 0.
+    failed reward counts 0. There is at least one group, and none is empty.
     """
     smallest = min(len(group.samples) for group in groups)
     sizes = [2**i for i in range(1, 32) if 2**i < smallest]

@@ -3,9 +3,9 @@
 The policy of our loop does not depend on its drafter. So a drafter can be trained again along the trajectory, without
 rollouts and without a backward pass of the policy (`rlspec replay`).
 
-`trajectory/step-000012.safetensors` holds what step 12 starts from:
+`trajectory/step-000012.safetensors` holds what step 12 starts from (steps count from 0):
 
-    policy/NAME            a full tensor under its Hugging Face name
+    policy/NAME            a full tensor under its Hugging Face name; all tensors of the first file are full
     at/NAME, to/NAME       or, if that is smaller: the positions in the flat tensor, int32 or int64, and the new values
                            of the elements that changed since the file before. A tensor without any change is left out
     rollouts               `wire.encode` of the step's groups, as bytes; absent after the last step
@@ -86,6 +86,8 @@ class TrajectoryWriter:
     ) -> str:
         """Write what `step` starts from. Returns a line for an event at step 0 and when the limit is reached, else "".
 
+        Call it for `done`, `done` + 1 and so on, without gaps, and no more once `ended` is set.
+
         policy  full tensors by Hugging Face name. They are kept and compared at the next call, so they must be copies
         groups  the step's rollouts; none after the last step
 
@@ -140,7 +142,7 @@ class Trajectory:
         self.steps = files - 1
 
     def groups(self, step: int) -> list[Group]:
-        """Return the rollouts that `step` trained on."""
+        """Return the rollouts that `step` trained on; `step` is below `steps`, because the last file may have none."""
         path = file_of(self.run_dir, step)
         with TensorFile(path) as file:
             content = file[ROLLOUTS].numpy().tobytes()
@@ -150,7 +152,7 @@ class Trajectory:
             raise CheckpointError(f"{path}: {ROLLOUTS}: {error}") from None
 
     def policy(self, step: int) -> Mapping[str, Tensor]:
-        """Return the full policy before `step`, by Hugging Face name.
+        """Return the full policy before `step`, by Hugging Face name; `step` is at most `steps`.
 
         The next call changes its tensors in place. Ascending steps read each file once; an earlier step begins anew at
         the first file.
@@ -210,6 +212,7 @@ class Replay:
 
     def load(self, trainer: Trainer, step: int) -> None:
         """Load the policy that the recorded run had before `step`. The drafter and its optimizer stay. Collective."""
+        # `fresh_drafter`: the files have no drafter, and the trainer keeps its own.
         trainer.load_hf(self.recorded.policy(step), fresh_drafter=True)
 
 

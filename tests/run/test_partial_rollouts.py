@@ -98,7 +98,7 @@ def test_texts_are_those_of_undisturbed_samples_and_a_resumed_run_draws_the_same
                 assert (sample.policy_versions, sample.accepted) == (other.policy_versions, other.accepted)
     left, expected = unfinished(resumed.rollouts.generation.begun), unfinished(begun)
     assert left == expected and any(tokens for group in left for _, tokens in group)
-    assert resumed.rollouts.newest.counts["over_drawn"] > 0
+    assert resumed.rollouts.newest.figures["over_drawn"] > 0
     resumed.rollouts.close()
 
 

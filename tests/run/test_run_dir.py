@@ -59,7 +59,7 @@ def test_nothing_is_left_of_a_run_that_wrote_nothing(tmp_path, monkeypatch):
 def test_a_resume_without_a_checkpoint_says_which_records_it_drops(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     config = load(None, {"train.run_dir": str(tmp_path), "train.resume": "true"})
-    Records(config, Clock(), 0, main=True).close()
+    Records(config, Clock(), 0, is_rank0=True).close()
     assert "the run begins anew, and the records of 2 steps are dropped" in capsys.readouterr().err
-    Records(config, Clock(), 0, main=True).close()
+    Records(config, Clock(), 0, is_rank0=True).close()
     assert len(read_records(tmp_path / "events.jsonl")) == 1

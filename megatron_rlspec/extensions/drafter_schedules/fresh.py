@@ -1,7 +1,7 @@
 """A fresh drafter learns from the newest rollouts several times more, after each of a run's first steps.
 
-`commands/training.py` chooses this schedule with `drafter.fresh`. Only the drafter's parameters change, so the policy
-and its texts are the same as without it.
+`commands/training.py` chooses this schedule with `drafter.fresh`. As in `online.py`, its updates change only the
+drafter's parameters: for given rollouts the policy's update is the same as without it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import numpy as np
 
 from megatron_rlspec.host import ranks
 from megatron_rlspec.run.batches import micro_batches
-from megatron_rlspec.run.drafter_training import SHARE
+from megatron_rlspec.run.drafter_training import AUTO_SHARE
 from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# There are no extra updates any more once the run has taken `LEAST_STEPS` steps and extra updates have read
-# `LEAST_LEARNT` tokens. A token counts each time it is read.
+# Extra updates end once the run has taken `LEAST_STEPS` steps and they have read `LEAST_READ` tokens. A token counts
+# each time it is read.
 LEAST_STEPS = 10
-LEAST_LEARNT = 262144
+LEAST_READ = 262144
 # After a step the drafter learns from the newest `NEWEST_TOKENS` tokens, of several steps if one has fewer, or from
-# `SHARE` of the step's own tokens if that is more.
+# `AUTO_SHARE` of the step's own tokens if that is more.
 NEWEST_TOKENS = 32768
 # An extra update takes 1 / UPDATES_PER_STEP of as many samples as the step has.
 UPDATES_PER_STEP = 8
 # The extra updates of a step may take the smaller of: this share of the step's seconds, and this share of the seconds
 # of its rollout.
-OF_STEP = 0.25
-OF_GENERATION = 0.5
+SHARE_OF_STEP = 0.25
+SHARE_OF_ROLLOUT = 0.5
 
 
 def tokens_of(samples: Sequence[Sample]) -> int:
@@ -68,28 +68,30 @@ class FreshLearner(DrafterSchedule):
         if self._ended(step):
             return metrics
         # None on ranks above 0. Their time limit is not used: `teach` follows rank 0's.
-        generated = rollout_seconds or 0.0
-        of_step = OF_STEP * (generated + time.perf_counter() - began)
-        return metrics | self.teach(step, min(of_step, OF_GENERATION * generated))
+        rollout = rollout_seconds or 0.0
+        of_step = SHARE_OF_STEP * (rollout + time.perf_counter() - began)
+        return metrics | self.teach(step, min(of_step, SHARE_OF_ROLLOUT * rollout))
 
     def _ended(self, step: int) -> bool:
         """Return whether `step` has no extra updates any more."""
-        return step >= LEAST_STEPS and self._learnt >= LEAST_LEARNT
+        return step >= LEAST_STEPS and self._learnt >= LEAST_READ
 
     def teach(self, step: int, seconds: float) -> dict[str, float]:
         """Update the drafter on the newest rollouts. The policy runs forward only. Collective. Returns metrics.
+
+        Call it once in a step, after `observe` of its rollouts, at least one sample: each call stores them.
 
         The first update always runs. Another one runs only if it will probably end within `seconds` of rank 0, by the
         clock of rank 0. With train.deterministic all of them run, because no result may depend on a clock.
         """
         began = time.perf_counter()
         newest = samples_of(self._newest)
-        most_tokens = max(NEWEST_TOKENS, int(SHARE * tokens_of(newest)))
+        most_tokens = max(NEWEST_TOKENS, int(AUTO_SHARE * tokens_of(newest)))
         self._rollouts += self._newest
         while len(self._rollouts) > 1 and tokens_of(samples_of(self._rollouts)) > most_tokens:
             del self._rollouts[0]
         samples = samples_of(self._rollouts)
-        # Seeded by the step: all ranks, and a resumed run, take the same order.
+        # Seeded by the step alone: all ranks, and a resumed run, take the same order.
         order = np.random.default_rng(step).permutation(len(samples))
         samples_per_update = -(-len(newest) // UPDATES_PER_STEP)  # rounded up
         updates = -(-len(order) // samples_per_update)  # rounded up

@@ -2,8 +2,9 @@
 
 An update is either part of the policy's step, on the same rollouts and hidden states, or a pass of its own over stored
 rollouts (`DrafterConfig.separate`), whose hidden states the present policy computes. Such a pass runs after the
-policy's step, or with `drafter.overlap` while engines generate the next rollout. In every case only the drafter's own
-parameters change, so the policy and its texts are the same.
+policy's step, or with `drafter.overlap` while engines generate the next rollout. In every case the drafter
+reads detached hidden states, and its loss changes only its own parameters. So for given rollouts none of these options
+changes the policy's update.
 
 Every rank holds one schedule. Which steps update, and from what, follows from options, checkpoint and rollouts, which
 are equal on all ranks: updates are collective.
@@ -29,12 +30,12 @@ from megatron_rlspec.types import Group, Sample, samples_of
 class OnlineLearner(DrafterSchedule):
     """Chooses rollouts, weights and steps by the options of `drafter`.
 
-    load_policy  loads the policy that a recorded run had before a step; None: the run trains its own
-    rule         decides which steps update (`drafter.update_every`)
-    buffer       stored rollouts, for separate updates
-    last_update  the step that updated the drafter last; -1: none
-    seconds      that the newest separate update took
-    updates      separate ones so far; seeds the next draw from the buffer
+    load_policy     loads the policy that a recorded run had before a step; None: the run trains its own
+    every_steps     decides which steps update (`drafter.update_every`)
+    buffer          stored rollouts, for separate updates
+    last_update     the step that updated the drafter last; -1: none
+    update_seconds  that the newest separate update took; one without stored rollouts leaves it as it was
+    updates         separate ones so far; seeds the next draw from the buffer
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class OnlineLearner(DrafterSchedule):
         options = self.config.drafter
         self.trainer = trainer
         self.load_policy = load_policy
-        self.rule = EverySteps(options.update_every)
+        self.every_steps = EverySteps(options.update_every)
         self.buffer = ReplayBuffer(options.replay_tokens)
         self.last_update = -1
-        self.seconds = 0.0
+        self.update_seconds = 0.0
         self.updates = 0
         # metrics of an update that ran during a rollout; `train_step` puts them into the record of that step
         self._metrics_during_rollout: dict[str, float] = {}
-        # A checkpoint of another schedule has no rule: options may change between runs.
+        # A checkpoint of another schedule has no "rule", the key of `every_steps`: options may change between runs.
         if "rule" in state:
-            self.rule.restore(state["rule"])
+            self.every_steps.restore(state["rule"])
             self.updates = int(state["updates"])
             self.last_update = int(state["last_update"])
         self.buffer.restore(groups)
@@ -73,7 +74,7 @@ class OnlineLearner(DrafterSchedule):
         return reward_weights(rewards, succeeded)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Store the rollouts of a step, if updates learn from stored ones."""
+        """Store the rollouts of a step, if updates learn from stored ones. Call it once in a step."""
         options = self.config.drafter
         if options.separate:
             if options.replay == "none":
@@ -90,7 +91,7 @@ class OnlineLearner(DrafterSchedule):
         if not self.config.drafter.overlap:
             return
         begin()
-        if self.rule.due and self.last_update < step:
+        if self.every_steps.due and self.last_update < step:
             self._metrics_during_rollout = self._update(step)
 
     def train_step(
@@ -98,7 +99,7 @@ class OnlineLearner(DrafterSchedule):
     ) -> dict[str, float]:
         """Train the policy by `train`, and the drafter if an update is due. Collective. Returns metrics of both."""
         options = self.config.drafter
-        due = self.rule.due
+        due = self.every_steps.due
         metrics = train(due and not options.separate)
         if options.overlap:
             # `during_rollout` has updated the drafter, if that was due.
@@ -106,7 +107,7 @@ class OnlineLearner(DrafterSchedule):
             self._metrics_during_rollout = {}
             if rollout_seconds is not None:  # on rank 0, which writes the record
                 # The update ran beside the rollout: only its seconds beyond the rollout's cost the run time.
-                spent = self.seconds if self.last_update == step else 0.0
+                spent = self.update_seconds if self.last_update == step else 0.0
                 hidden_seconds = min(spent, rollout_seconds)
                 metrics |= {
                     "drafter/seconds_hidden": hidden_seconds,
@@ -117,18 +118,19 @@ class OnlineLearner(DrafterSchedule):
         elif due:
             metrics |= self._update_after(step)
         updated = self.last_update == step
-        self.rule.count_step(updated)
+        self.every_steps.count_step(updated)
         return metrics | {"drafter/updated": float(updated)}
 
     def _update_after(self, step: int) -> dict[str, float]:
         """Update the drafter after the policy's step, with hidden states of the policy as it is then."""
-        # As the policy's step left it; None if the drafter did not run there.
+        # `Trainer.prediction`, of the next rollout's acceptance, as the policy's step left it; None if the drafter did
+        # not run there.
         prediction = self.trainer.prediction
         if self.load_policy is not None:
             # in a replay: the recorded policy after this step
             self.load_policy(step + 1)
         metrics = self._update(step)
-        metrics["drafter/seconds_added"] = self.seconds
+        metrics["drafter/seconds_added"] = self.update_seconds if self.last_update == step else 0.0
         # The update predicts the acceptance on the rollouts that it learns from. For the next rollout that counts only
         # if these are the newest.
         if prediction is None and self.config.drafter.replay == "newest":
@@ -147,7 +149,7 @@ class OnlineLearner(DrafterSchedule):
         began = time.perf_counter()
         batches = micro_batches(self.trainer, samples, drafter_weights=self.weights(samples))
         metrics = self.trainer.train_step(batches, objective="grpo", train_policy=False)
-        self.seconds = time.perf_counter() - began
+        self.update_seconds = time.perf_counter() - began
         self.updates += 1
         self.last_update = step
         metrics["drafter/update_tokens"] = float(sum(len(sample.tokens) for sample in samples))
@@ -157,7 +159,7 @@ class OnlineLearner(DrafterSchedule):
     def state(self) -> tuple[dict[str, Any], list[Group]]:
         """Return the state for a checkpoint, and the buffer's rollouts. `__init__` reads both."""
         state = {
-            "rule": self.rule.state(),
+            "rule": self.every_steps.state(),
             "updates": self.updates,
             "last_update": self.last_update,
         }

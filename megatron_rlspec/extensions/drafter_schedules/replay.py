@@ -18,16 +18,16 @@ from megatron_rlspec.tasks.rewards import failed
 from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
-Draw = Literal["newest", "uniform", "reward"]
+DrawBy = Literal["newest", "uniform", "reward"]
 # tokens that any sample counts at least: the Python objects around its arrays take about 1.6 KB
-LEAST = 16
+LEAST_COUNTED = 16
 
 
 class ReplayBuffer:
     """Samples of past rollouts, the oldest first; `add` drops the oldest ones beyond the bound.
 
-    max_tokens  the bound (`drafter.replay_tokens`); a sample counts its tokens, or `LEAST` if it has fewer. The newest
-                sample stays even if it exceeds the bound
+    max_tokens  the bound (`drafter.replay_tokens`); a sample counts its tokens, or `LEAST_COUNTED` if it has fewer. The
+                newest sample stays even if it exceeds the bound
     tokens      of the stored samples, counted in the same way
     newest      how many of the stored samples came with the last `add`
     """
@@ -46,32 +46,32 @@ class ReplayBuffer:
         return len(self._samples)
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Append the samples of one rollout."""
+        """Append copies of the samples of one rollout. Call it once for a rollout: it sets `newest`."""
         for sample in samples:
             self._append(_compact(sample))
         self.newest = min(len(samples), len(self._samples))
 
     def _append(self, sample: Sample) -> None:
         self._samples.append(sample)
-        self.tokens += max(len(sample.tokens), LEAST)
+        self.tokens += max(len(sample.tokens), LEAST_COUNTED)
         while len(self._samples) > 1 and self.tokens > self.max_tokens:
-            self.tokens -= max(len(self._samples.popleft().tokens), LEAST)
+            self.tokens -= max(len(self._samples.popleft().tokens), LEAST_COUNTED)
 
-    def draw(self, by: Draw, seed: Sequence[int]) -> list[Sample]:
+    def draw(self, by: DrawBy, seed: Sequence[int]) -> list[Sample]:
         """Draw samples without replacement, together of at most as many tokens as the last `add` has; [] if empty.
 
         by = newest   the newest samples, the newest first
         by = uniform  every sample is equally likely
         by = reward   in proportion to `reward_weights`
 
-        At least one sample is drawn, also if it has more tokens. The draw depends on the buffer and the seed only, so
-        all ranks draw the same samples, and a resumed run does, too.
+        At least one sample is drawn, also if it has more tokens. The draw depends on the buffer and the seed only. So
+        all ranks, whose buffers are equal, draw the same samples, and a resumed run does, too.
         """
         samples = list(self._samples)
         if not samples:
             return []
         newest = samples[len(samples) - self.newest :]
-        tokens = sum(len(sample.tokens) for sample in newest)
+        room = sum(len(sample.tokens) for sample in newest)  # tokens that may still be drawn
         order = np.arange(len(samples))[::-1]
         if by != "newest":
             # The largest keys of Gumbel noise + log(weight) are a draw without replacement in proportion to the weights
@@ -85,9 +85,9 @@ class ReplayBuffer:
         chosen: list[Sample] = []
         for index in order.tolist():
             sample = samples[index]
-            if chosen and len(sample.tokens) > tokens:
+            if chosen and len(sample.tokens) > room:
                 break  # to go on with shorter ones would prefer short samples
-            tokens -= len(sample.tokens)
+            room -= len(sample.tokens)
             chosen.append(sample)
         return chosen
 

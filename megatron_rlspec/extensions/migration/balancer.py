@@ -24,6 +24,8 @@ PERIOD = 0.2  # seconds between two looks at the engines
 class Balancer:
     """A context manager around a `generate`: its thread looks at the engines, and moves samples as the planner decides.
 
+    Enter it once, and make a new one for the next `generate`.
+
     owner    the running `generate`, which has the requests
     engines  by name
     planner  decides which samples move; `wiring.py` teaches it between rollouts
@@ -96,6 +98,7 @@ class Balancer:
         if self._ended.is_set():
             return
         began = time.perf_counter()
+        # From here to `resume` the samples are on no engine: an error between the two must reach `_run`.
         requests = cut_off(self._owner, move.source, self._engines[move.source], move.ids)
         self._owner.resume(requests, move.target)
         if not requests:  # all of them ended before they could leave

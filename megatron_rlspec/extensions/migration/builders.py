@@ -1,7 +1,8 @@
 """Build the migration of a run from its configuration: planners, and a fleet of embedded engines.
 
 `commands/training.py` calls `migration`; `engine_kinds` is the table of `extensions/kinds.py`. With SGLang's engines
-rank 0 alone plans and moves (`balancer.py`). With embedded engines every rank has a `Member`, which plans by itself.
+rank 0 alone plans and moves (`balancer.py`). With embedded engines on several ranks every rank has a `Member`, which
+plans by itself, so all must be built from equal arguments.
 """
 
 from __future__ import annotations
@@ -94,24 +95,24 @@ def _candidates(config: Config) -> list[SpecConfig]:
 def member(config: Config) -> Member:
     """Return this rank's part of the fleet of embedded engines. Collective.
 
-    Raises RoundCostError and ConfigError, as `_sizes`.
+    Raises RoundCostError and ConfigError, as `_tp_planner`.
     """
     hf_config = files.read_json(Path(config.model.path) / "config.json")
     # A gloo group of the fleet alone: its threads' messages must not meet those of the main threads.
     ranks = Ranks()
     engine = embedded(config, MigratableEmbeddedEngine)
-    sizes = None
+    tp_planner = None
     groups = Groups()
     # Making a group is a call of all ranks. Later ones would run in the fleet's threads, beside the main threads'.
-    for tp in config.tail.tp[1:]:
+    for tp in config.tail.tp[1:]:  # the first size is 1
         groups.of(tp)
     planner = rebalancer(config, hf_config)
     if config.tail.tp != (1,):
-        sizes = _sizes(config, hf_config, engine, ranks.size)
-    return Member(engine, ranks, planner, sizes, groups)
+        tp_planner = _tp_planner(config, hf_config, engine, ranks.size)
+    return Member(engine, ranks, planner, tp_planner, groups)
 
 
-def _sizes(
+def _tp_planner(
     config: Config, hf_config: Mapping[str, Any], engine: EmbeddedEngine, ranks: int
 ) -> TPPlanner:
     """Build the planner of the fleet's tensor-parallel size, for a job of so many ranks.
@@ -126,7 +127,7 @@ def _sizes(
     weights = sum(shard.view.nbytes for shard in engine.model.tensors.values())
     candidates = _candidates(config)
     depth = max(candidate.num_steps for candidate in candidates)
-    # Those before any observation. They stay: nothing teaches this planner.
+    # As `Acceptance` assumes them before any observation. They stay: nothing teaches this planner.
     rates = Acceptance(max(1, depth)).rates
     measured = round_costs.read(config.tail.cost_table, config.tail.tp)
     return TPPlanner(

@@ -80,6 +80,6 @@ def test_a_run_resumed_with_another_schedule_begins_that_one_anew():
     """Options may change when a run is resumed; the checkpoint has what the schedule of before left."""
     fresh_state, rollouts = FreshLearner(Updates("true"), None, {"learnt": 9}, groups_of(2, 20)).state()
     online = OnlineLearner(Updates("true"), None, fresh_state, rollouts)
-    assert online.last_update == -1 and online.rule.due and len(online.buffer) == 2
+    assert online.last_update == -1 and online.every_steps.due and len(online.buffer) == 2
     again = FreshLearner(Updates("true"), None, *online.state())
     assert again.state()[0] == {"learnt": 0} and len(again.state()[1]) == 2

@@ -28,7 +28,7 @@ from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, 
 # in the errors of collective calls if another rank has ended: a path in gloo's source
 LOST = "gloo/"
 GRACE = 1.0  # seconds in which a follower's main thread may report that a rank was lost
-MESSAGE = 64 << 20  # bytes of weights in one message
+MESSAGE_BYTES = 64 << 20  # bytes of weights in one message
 DIFFERS = -1  # no tensor has this fingerprint, so the comparison after a push finds a difference
 
 
@@ -42,7 +42,7 @@ class Fleet:
     takes `_lock` first.
     """
 
-    bucket_memory = None
+    bucket_memory = None  # buckets hold plain tensors
 
     def __init__(self, member: Member, every: int) -> None:
         self.member = member
@@ -50,7 +50,7 @@ class Fleet:
         self._lock = threading.Lock()  # held during one order to the ranks
         self._steady = threading.Condition(self._lock)  # no update is open
         self._updating = False
-        # of the attributes up to `_sizes`; held shortly, also beside a tick
+        # Guards what follows, from `_new` to `_size_changes`. Held shortly, also beside a tick.
         self._fields_lock = threading.RLock()
         self._new: Requests = []  # for the next tick
         # by id, requests whose samples have not ended
@@ -61,7 +61,7 @@ class Fleet:
         self._done: dict[str, Sample] = {}  # by id, for their `generate`
         self._began = 0.0  # `perf_counter` when the first request of the rollout came
         self._moves: list[dict[str, Any]] = []  # records for `moves.jsonl`
-        self._sizes: list[dict[str, Any]] = []
+        self._size_changes: list[dict[str, Any]] = []
         self._closed = False
         # the ranks may be in the middle of an order, where a new one would be misread
         self._mid_order = False
@@ -157,7 +157,7 @@ class Fleet:
                     raise EngineError(report.error)
 
     def _end(self, samples: Sequence[Sample]) -> None:
-        """Hand samples that have ended to their `generate`."""
+        """Hand samples that have ended to their `generate`. The caller holds `_fields_lock`."""
         for sample in samples:
             self._dealt.discard(sample.request_id)
             # `_forget` may have dropped the request; then nobody waits for the sample.
@@ -165,23 +165,26 @@ class Fleet:
                 self._done[sample.request_id] = sample
 
     def _record_tick(self, began: float) -> None:
-        """Record what a tick changed; `began`: seconds since the first request of the rollout came."""
+        """Record what a tick changed; `began`: seconds since the first request of the rollout came.
+
+        The caller holds `_fields_lock`.
+        """
         since = {"began": began}
         for change in self.member.changes:
-            self._sizes.append(since | change)
+            self._size_changes.append(since | change)
         self.member.changes = []
         for report in self.member.reports:
             for move in report.moved:
                 self._moves.append(asdict(move) | since)
 
     def record(self) -> dict[str, Any]:
-        """Return and forget what a line of `moves.jsonl` holds: {"moves": [...], "sizes": [...]}.
+        """Return and forget what a line of `moves.jsonl` holds: {"moves": [...], "sizes": [...]}. `wiring.py` calls it.
 
         Their `began` is that of their tick, in seconds since the rollout's first request.
         """
         with self._fields_lock:
-            record = {"moves": self._moves, "sizes": self._sizes}
-            self._sizes = []
+            record = {"moves": self._moves, "sizes": self._size_changes}
+            self._size_changes = []
             self._moves = []
             return record
 
@@ -214,12 +217,14 @@ class Fleet:
         # By id: a deal does not depend on the order in which requests came.
         for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
             groups.setdefault(request.prompt.id, []).append((request, sampling))
-        most = max(1, -(-len(self._new) // ranks))  # requests a rank gets at once, rounded up
+        largest_part = max(
+            1, -(-len(self._new) // ranks)
+        )  # requests a rank gets at once, rounded up
         busy = [report.open for report in self.member.reports] or [0] * ranks
         dealt: list[Requests] = [[] for _ in range(ranks)]
         for group in groups.values():
-            for first in range(0, len(group), most):
-                part = group[first : first + most]
+            for first in range(0, len(group), largest_part):
+                part = group[first : first + largest_part]
                 rank = busy.index(min(busy))
                 busy[rank] += len(part)
                 dealt[rank] += part
@@ -269,7 +274,7 @@ class Fleet:
         self._call("begin_update", version, scope)
 
     def send(self, bucket: Bucket, *others: Any) -> None:
-        for lot in buckets(bucket.tensors, MESSAGE):
+        for lot in buckets(bucket.tensors, MESSAGE_BYTES):
             # Copies: pickle writes the whole storage of a view.
             self._call("send", Bucket([(name, tensor.cpu().clone()) for name, tensor in lot]))
 

@@ -1,7 +1,8 @@
 """One rank's part of a fleet of embedded engines: it runs its requests, and exchanges samples with other ranks.
 
 All ranks run the same calls in lock-step. Rank 0 decides them (`fleet.py`). One tick: a change of the tensor-parallel
-size if that pays, the same plan of moves on every rank, the moves, some rounds, one exchange of loads.
+size if that pays, the same plan of moves on every rank, the moves, some rounds, one exchange of reports, and the ended
+samples of all ranks to rank 0.
 
 What a rank decides by itself follows from the loads that all ranks exchanged, and from no clock. So all ranks decide
 alike, and a resumed run decodes in the same batches as an uninterrupted one.
@@ -38,7 +39,7 @@ class Tick(NamedTuple):
     new      the requests that begin, for each rank
     aborted  ids of samples to end now, with what they have
     dropped  ids of samples that no caller waits for; they end without a sample
-    rounds   to run after the moves; fewer on a rank that has no request left
+    rounds   to run after the moves, each of which has a round of its own; fewer on a rank that has no request left
     cap      the most tokens of a response, over all open requests
     """
 
@@ -70,8 +71,8 @@ class Member:
     """One rank. On rank 0 `Fleet` calls `tick` and `call`, on the others `Follower`, with the same arguments.
 
     rebalancer  plans the moves; None: samples stay where they were dealt
-    sizes       decides on the tensor-parallel size of a rollout's end; None: it stays 1
-    groups      of the ranks, made for all sizes in question; needed with `sizes`
+    tp_planner  decides on the tensor-parallel size of a rollout's end; None: it stays 1
+    groups      of the ranks, made for all sizes in question; needed with `tp_planner`
     reports     of all ranks, of the last tick; [] before the first
     runs        the requests that this rank's engine has
     """
@@ -81,17 +82,17 @@ class Member:
         engine: MigratableEmbeddedEngine,
         ranks: Ranks,
         rebalancer: Rebalancer | None,
-        sizes: TPPlanner | None = None,
+        tp_planner: TPPlanner | None = None,
         groups: Groups | None = None,
     ) -> None:
         self.engine = engine
         self.ranks = ranks
         self.rebalancer = rebalancer
-        self.sizes = sizes
+        self.tp_planner = tp_planner
         self.groups = groups
         # records of changes of the size, for `moves.jsonl`; `Fleet` takes them on rank 0
         self.changes: list[dict[str, Any]] = []
-        self.mover = TransferEndpoint(engine)
+        self.endpoint = TransferEndpoint(engine)
         self.reports: list[Report] = []
         self.runs: list[ActiveRequest] = []
         self._error = ""  # of this tick; "" if no round failed
@@ -135,7 +136,7 @@ class Member:
 
         All ranks decide alike from `reports` and `order`, because `regroup` is collective.
         """
-        if self.sizes is None or self.groups is None:
+        if self.tp_planner is None or self.groups is None:
             return
         now = self.engine.model.comm.size
         wanted = 1
@@ -144,7 +145,7 @@ class Member:
         open_requests = sum(report.open for report in self.reports[::now])
         if open_requests:
             loads = self._loads(order)[::now]
-            wanted, how = self.sizes.decide(loads, now, order.cap)
+            wanted, how = self.tp_planner.decide(loads, now, order.cap)
         if wanted == now:
             return
         began = time.perf_counter()
@@ -227,11 +228,11 @@ class Member:
         The messages are, in this order: offer, grants (back), stage 1, stage 2. `_come` is the other side.
         """
         ranks = self.ranks
-        ranks.send(target, self.mover.offer(ids))
+        ranks.send(target, self.endpoint.offer(ids))
         grants: list[RowReservation] = ranks.receive(target)
-        ranks.send(target, self.mover.begin(grants))
+        ranks.send(target, self.endpoint.begin(grants))
         self._step()  # stage 1 travels meanwhile
-        stage2 = self.mover.finish()
+        stage2 = self.endpoint.finish()
         gone = {columns.id for columns in stage2.samples}
         self.runs = [run for run in self.runs if run.request.id not in gone]
         ranks.send(target, stage2)
@@ -241,13 +242,13 @@ class Member:
         """As the target: reserve room, and take what comes. The messages are those of `_leave`."""
         ranks = self.ranks
         source = int(move.source)
-        ranks.send(source, self.mover.grant(ranks.receive(source)))
+        ranks.send(source, self.endpoint.grant(ranks.receive(source)))
         stage1 = ranks.expect(source)
         self._step()  # stage 1 arrives meanwhile
         began = time.perf_counter()
-        self.mover.take(stage1.wait())
+        self.endpoint.take(stage1.wait())
         stage2 = ranks.expect(source)
-        arrived = self.mover.land(stage2.wait())
+        arrived = self.endpoint.land(stage2.wait())
         ranks.flush()
         self.runs += arrived
         record = MoveRecord(

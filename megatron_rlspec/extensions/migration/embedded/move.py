@@ -77,7 +77,8 @@ class TransferEndpoint:
     """One engine's side of moves, as source and as target. Engine and endpoint are called by one thread at a time.
 
     departing  by id, samples whose stage 1 was sent, with the columns in it
-    reserved   by id, the rows of the cache that `grant` took; `land` gives those of the samples that stayed back
+    reserved   by id, the rows of the cache that `grant` took. `land` seats the samples that came, and closes the other
+               rows
     """
 
     def __init__(self, engine: MigratableEmbeddedEngine) -> None:
@@ -100,15 +101,19 @@ class TransferEndpoint:
         return offer
 
     def begin(self, grants: Sequence[RowReservation]) -> KVMessage:
-        """Return stage 1 of the samples that were granted: their verified columns. They go on here."""
+        """Return stage 1 of the samples that were granted: their verified columns. They go on here.
+
+        One move at a time: this sends all of `departing`, which only `finish` clears.
+        """
         here = {run.request.id: run for run in self.engine.running}
         for grant in grants:
             run = here[grant.id]  # no round has run since `offer`
-            length, drafted, prefix = self._extent(run)
+            length, drafted, prefix_size = self._extent(run)
             hidden = (0, 0)
-            if self.drafts and grant.target < prefix:
-                # Later samples of this prompt on the target begin to draft at column `prefix`, which reads this one.
-                hidden = (prefix - 1, prefix)
+            if self.drafts and grant.target < prefix_size:
+                # Later samples of this prompt on the target begin to draft at column `prefix_size`, whose pair has the
+                # hidden state of column prefix_size - 1.
+                hidden = (prefix_size - 1, prefix_size)
             columns = Columns(
                 id=grant.id,
                 drafter=(min(grant.drafter, drafted), drafted),
@@ -183,6 +188,7 @@ class TransferEndpoint:
         """Write stage 2, and free the rows of samples that stayed. Returns the samples that run here from now on."""
         cache = self.cache
         self._write(message)
+        # `make_runs` keeps the order of `requests`, which is that of `samples`.
         runs = self.engine.scheduler.make_runs(message.requests)
         for run, columns in zip(runs, message.samples, strict=True):
             row = self.reserved.pop(columns.id)

@@ -54,7 +54,8 @@ def regroup(
 ) -> list[ActiveRequest]:
     """Change to engines of `size` ranks each. Collective over the job, between rounds.
 
-    how  "kv": caches travel; "recompute": the new engines prefill prompts and responses
+    size  equal on all ranks
+    how   "kv": caches travel; "recompute": the new engines prefill prompts and responses; equal on all ranks
 
     Returns the requests that this rank's engine runs from now on.
     """
@@ -70,14 +71,14 @@ def regroup(
         moving += requests_of_rank.moving
     # By id: `retile_cache` needs one order on all ranks.
     moving.sort(key=lambda each: each.request.id)
-    target = _targets(moving, switch.wide.size // size)
+    target_of = _targets(moving, switch.wide.size // size)
     rows = []
     new_requests = []
     for each in moving:
         id = each.request.id
         if each.row is not None and how == "kv":
-            rows.append(each.row._replace(target=target[id]))
-        if target[id] == switch.new_group:
+            rows.append(each.row._replace(target=target_of[id]))
+        if target_of[id] == switch.new_group:
             new_requests.append((each.request, each.sampling))
     rows_here = {run.request.id: run.row for run in engine.running}
     new_rows = retile.retile(engine.model, engine.cache, rows, rows_here, switch)

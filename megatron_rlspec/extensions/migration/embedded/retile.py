@@ -22,6 +22,9 @@ from megatron_rlspec.rollout.embedded.cache import Cache
 from megatron_rlspec.rollout.embedded.model import Decoder, Parameter
 from megatron_rlspec.rollout.embedded.parallel import TensorParallel
 
+# rows of the arrays of `_moving`
+COLUMN, DRAFTED_END, OLD_SLOT, NEW_SLOT = range(4)
+
 
 class Switch:
     """A change of the tensor-parallel size from `old` to `new`, seen from one rank.
@@ -35,6 +38,7 @@ class Switch:
     """
 
     def __init__(self, groups: Groups, old: int, new: int) -> None:
+        assert max(old, new) % min(old, new) == 0, f"{old} and {new}: neither divides the other"
         self.old = old
         self.new = new
         self.before = groups.of(old)
@@ -158,10 +162,12 @@ def retile_cache(
     """Move the contents of the cache to the groups of the new size. Collective.
 
     rows       the moving rows of all groups of the wide group, in one order on all its ranks
-    rows_here  the row in this rank's cache of each id; a row whose id is not in `rows` is dropped
+    rows_here  the row in this rank's cache of each id; it must have every id of `rows` whose source is this rank's old
+               group. A row whose id is not in `rows` is dropped
 
     Returns the row of each id that this rank's group has now. An id that the group has no room for is missing; its
-    caller computes it anew. The cache keeps its bytes of keys and values: it has new / old times the slots.
+    caller computes it anew. The cache keeps its bytes of keys and values: it has new / old times the slots, rounded
+    down.
     """
     # `reset` forgets which slots the rows had. The pools, `cache.kv` and `cache.hidden`, keep their contents.
     old_slots = {}
@@ -177,26 +183,26 @@ def retile_cache(
             if new_row is not None:
                 new_rows[row.id] = new_row
     moving = _moving(cache, rows, old_slots, new_rows, switch)
-    drafted = [columns[:, columns[0] < columns[1]] for columns in moving]
+    drafted = [columns[:, columns[COLUMN] < columns[DRAFTED_END]] for columns in moving]
     # The drafter's pair of column c reads the hidden state of column c - 1. Other hidden states are not read again.
-    undrafted = [columns[:, columns[0] >= columns[1] - 1] for columns in moving]
-    own = switch.old_group
+    undrafted = [columns[:, columns[COLUMN] >= columns[DRAFTED_END] - 1] for columns in moving]
+    own_group = switch.old_group
     for layer, pool in enumerate(cache.kv):
         # The drafter's layers come last in `cache.kv`.
         columns = drafted if layer >= cache.model.arch.layers else moving
         # [slots, 2 * heads, D] -> [n, 2, heads, D]: keys and values are split by heads, each on its own
-        data = pool[columns[own][2]].unflatten(1, (2, -1))
+        data = pool[columns[own_group][OLD_SLOT]].unflatten(1, (2, -1))
         # Release the old pool before the new one is made; `pool` refers to it, too.
         cache.kv[layer] = pool = data.new_empty(0)
         data = switch.before.concat(data, 2)  # all heads
-        share = data.shape[2] // switch.new
-        first = share * switch.after.rank
-        heads = slice(first, first + share)
+        heads_per_rank = data.shape[2] // switch.new
+        first = heads_per_rank * switch.after.rank
+        heads = slice(first, first + heads_per_rank)
         cache.kv[layer] = _spread(data, heads, cache.total, columns, switch).flatten(1, 2)
-    data = cache.hidden[undrafted[own][2]][:, None, None]
+    data = cache.hidden[undrafted[own_group][OLD_SLOT]][:, None, None]
     cache.hidden = data.new_empty(0)
-    every = slice(None)  # hidden states are not split: every rank of a group has all
-    cache.hidden = _spread(data, every, cache.total, undrafted, switch)[:, 0, 0]
+    all_parts = slice(None)  # hidden states are not split: every rank of a group has all
+    cache.hidden = _spread(data, all_parts, cache.total, undrafted, switch)[:, 0, 0]
     return new_rows
 
 
@@ -222,8 +228,8 @@ def _moving(
     The four rows: column, end of the drafter's keys in its row or prefix, slot before, slot after. A slot that is not
     in this rank's cache is -1. n and the order are the same on all ranks of the wide group.
 
-    A group sends every row's own columns, and each prefix once a target group, from the first row that has it. Also
-    sets the state of the prefixes that this rank's new group has.
+    A group sends every row's own columns, and each prefix once for each target group, from the first row that has it.
+    Also sets the state of the prefixes that this rank's new group has.
     """
     elsewhere = np.full(cache.columns, -1)
     groups = switch.wide.size // switch.old
@@ -274,7 +280,7 @@ def _spread(
     of_this_rank = data[:, :, heads]
     pool = data.new_zeros(slots, *of_this_rank.shape[1:])
     for source, columns in enumerate(moving):
-        new = columns[3]
+        new = columns[NEW_SLOT]
         if not len(new):  # on all ranks alike, so none waits in this broadcast
             continue
         part = data
@@ -282,6 +288,6 @@ def _spread(
             part = data.new_empty(len(new), *data.shape[1:])
         # From the old group's first rank: every rank of that group has gathered all heads.
         dist.broadcast(part, group=switch.wide.group, group_src=source * switch.old)
-        here = new >= 0
-        pool[new[here]] = part[here][:, :, heads]
+        in_this_cache = new >= 0
+        pool[new[in_this_cache]] = part[in_this_cache][:, :, heads]
     return pool

@@ -31,7 +31,7 @@ class Pace:
 
     The unit of time is that of `cost`: passes of a roofline, or ms that were measured.
 
-    candidates  configurations that the engine chooses from
+    candidates  configurations that the engine chooses from, at least one; `cost` must know all of them
     rates       acceptance by depth, as in `expected_tokens`
     """
 
@@ -50,7 +50,9 @@ class Pace:
         return fastest
 
     def turning_point(self, length: float) -> int:
-        """Return the batch at which one more sample adds less than a tenth of the first one's throughput.
+        """Return the smallest batch at which one more sample adds less than NEGLIGIBLE of the first one's throughput.
+
+        At most MOST_BATCH. `length`: mean context of a sample, in tokens.
 
         RLHFSpec, section 6.1 and figure 9: its threshold.
         """

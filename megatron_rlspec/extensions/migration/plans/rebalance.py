@@ -26,7 +26,7 @@ class Rebalancer:
     takes part in at most one move of a plan.
 
     cost        durations of the model's rounds
-    candidates  the configurations that engines choose from
+    candidates  the configurations that engines choose from, at least one
     """
 
     def __init__(self, cost: Roofline, candidates: Sequence[SpecConfig]) -> None:
@@ -56,7 +56,10 @@ class Rebalancer:
         return pace.turning_point(length)
 
     def plan(self, loads: Sequence[Load]) -> list[Move]:
-        """Return the moves. Samples move only between engines of one version of the weights, and into free memory."""
+        """Return the moves. Samples move only between engines of one version of the weights, and into free memory.
+
+        loads  one for each engine; their names differ
+        """
         if not any(load.running for load in loads):
             return []
         threshold = self.threshold(loads)

@@ -19,7 +19,7 @@ from megatron_rlspec.types import SpecConfig
 # the columns of a row in their order, and the least number in each
 ROUND = {"tp": 1, "requests": 1, "context tokens": 1, "drafts": 0, "ms": 1e-9}
 PREFILL = {"tp": 1, "tokens": 1, "ms": 1e-9}
-MOST = 1e12  # in any column: a larger number, or infinity, is a damaged file
+MOST_VALUE = 1e12  # in any column: a larger number, or infinity, is a damaged file
 
 
 class RoundCostError(ValueError):
@@ -35,6 +35,8 @@ class RoundCosts:
 
     rounds   measured: [requests, context tokens of all requests, drafts, ms] each
     prefill  measured: [tokens, ms] each
+
+    Of rows that differ in ms only, the last one counts.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class RoundCosts:
     ) -> np.ndarray:
         """Return ms of a round, `[configs, n]`, as `pace.Cost` has it. `configs` must be among those of `configs()`.
 
-        batch    `[n]` requests
+        batch    `[n]` requests, at least 1 each
         context  `[n]` context tokens of all requests together
         """
         return np.array([self._row(config.num_steps, batch, context / batch) for config in configs])
@@ -64,20 +66,20 @@ class RoundCosts:
     def _row(self, drafts: int, batch: np.ndarray, length: np.ndarray) -> list[float]:
         """Interpolate first over context tokens of a request (`length`), then over requests. Returns ms, `[n]`."""
         by_requests = self._ms[drafts]
-        at_length = np.array([_line(line, length) for line in by_requests.values()])
+        at_length = np.array([_interpolate(points, length) for points in by_requests.values()])
         ms = []
         # Transposed: for each of the n points, the ms at every measured number of requests.
         for requests, ms_of_point in zip(batch, at_length.T, strict=True):
             points = dict(zip(by_requests, ms_of_point, strict=True))
-            ms.append(float(_line(points, requests)))
+            ms.append(float(_interpolate(points, requests)))
         return ms
 
     def prefill_ms(self, tokens: float) -> float:
         """Return ms to compute the caches of so many tokens; infinite if no prefill was measured."""
-        return float(_line(self._prefill, tokens)) if self._prefill else math.inf
+        return float(_interpolate(self._prefill, tokens)) if self._prefill else math.inf
 
 
-def _line(points: dict[float, float], x: float | np.ndarray) -> np.ndarray:
+def _interpolate(points: dict[float, float], x: float | np.ndarray) -> np.ndarray:
     """Return y at x, in the shape of x, interpolated between points {x: y}.
 
     Below the least x, y is constant. Above the largest, the last slope goes on.
@@ -120,7 +122,7 @@ def read(path: str | Path, sizes: Iterable[int]) -> dict[int, RoundCosts]:
 
 
 def _check(name: str, rows: object, columns: Mapping[str, float]) -> None:
-    """Raise RoundCostError for rows of other columns, or values outside [least, MOST]. `columns` as ROUND."""
+    """Raise RoundCostError for rows of other columns, or values outside [least, MOST_VALUE]. `columns` as ROUND."""
     expected = ", ".join(columns)
     if not isinstance(rows, list):
         raise RoundCostError(f"{name}: expected a list of [{expected}]")
@@ -133,4 +135,4 @@ def _check(name: str, rows: object, columns: Mapping[str, float]) -> None:
 
 def _fits(value: object, least: float) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)  # bool is an int
-    return is_number and least <= value <= MOST  # type: ignore[operator]
+    return is_number and least <= value <= MOST_VALUE  # type: ignore[operator]

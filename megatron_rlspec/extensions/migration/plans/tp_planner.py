@@ -3,7 +3,7 @@
 With few samples left, a larger size makes each of them faster; with many, its communication costs more than it saves.
 
 Every rank decides by itself (`embedded/member.py`), and all must decide alike. So no wall clock enters a decision, and
-ties are broken by ids.
+ties are broken by ids. All arguments of `__init__` must be equal on all ranks, too (`builders.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class TPPlanner:
     change_ms   that a change takes beside the caches: resharding the weights
     token_ms    that one rank takes to send one token of the KV caches, all heads (PAT, eq. 1 and 2)
 
-    A change must save `GAIN` of the remaining time. It is compared with engines of the present size that have the same
-    samples dealt evenly: what an even deal saves is the rebalancer's work. So a change is not followed by its reverse
-    before the situation changes.
+    A change must save `GAIN` of the remaining time. Both times are computed for an even deal of the same samples
+    (`deal`), also that of the present size, whatever its engines hold now: to even them out is the rebalancer's work,
+    and must not count for a change. If A to B pays, B to A cannot pay for the same samples: each would have to win by
+    `GAIN`.
 
     All samples are assumed to run to the cap, as in PAT's algorithm 1.
 
@@ -74,6 +75,7 @@ class TPPlanner:
         The second result says how the caches come to the new engines, as in `cost`; without a change it means nothing.
 
         loads  one for each engine of the size `tp`
+        tp     the present size; it must be one of `sizes`
         cap    the most tokens of a response
         """
         samples = [sample for load in loads for sample in load.running]
@@ -89,7 +91,7 @@ class TPPlanner:
         return (best, how) if ms < stay_ms * (1 - GAIN) else (tp, "kv")
 
     def finish_ms(self, samples: Sequence[RunningSample], tp: int, cap: int) -> float:
-        """Return the ms until the last of these samples has ended, dealt to engines of the size `tp`."""
+        """Return the ms until the last of these samples, at least one, has ended, dealt to engines of the size `tp`."""
         groups = deal(samples, self.ranks // tp)
         return max(self._group_ms(group, tp, cap) for group in groups if group)
 
@@ -116,7 +118,8 @@ class TPPlanner:
         loads  one for each engine of the size `tp`
         """
         tokens = max(sum(sample.context for sample in load.running) for load in loads)
-        # Each of an engine's `tp` ranks sends its heads only.
+        # As in PAT, each of an engine's `tp` ranks sends its heads only. `retile.py` sends more: it gathers all heads,
+        # then broadcasts them.
         sending_ms = tokens * self.token_ms / tp
         samples = [sample for load in loads for sample in load.running]
         groups = deal(samples, self.ranks // size)
@@ -136,10 +139,10 @@ class TPPlanner:
 
 
 def deal(samples: Sequence[RunningSample], engines: int) -> list[list[RunningSample]]:
-    """Deal samples to `engines` engines evenly. Returns the samples of each.
+    """Deal samples to `engines` engines evenly. Returns the samples of each, [] for an engine that gets none.
 
     Long ones come first. Each goes to the engine with the fewest samples, and among those to the one with the fewest
-    tokens. The id breaks ties: `regroup.py` deals on every rank, and all must agree.
+    tokens. The id, which must be unique, breaks ties: `regroup.py` deals on every rank, and all must agree.
     """
     groups: list[list[RunningSample]] = [[] for _ in range(engines)]
     tokens = [0] * engines
