@@ -119,8 +119,8 @@ class Generation:
         Dynamic sampling drops groups, and more prompts are taken then. With `rollout.partial` more groups are begun,
         and those that are not in the batch go on in the next rollout.
 
-        figures  numbers for the step's record. This sets `continued_tokens`, adds to `reward_seconds_waited`, which must
-                 be there, and with `rollout.partial` sets `over_drawn`
+        figures  numbers for the step's record. This adds to `reward_seconds_waited`, which must be there, and sets
+                 `continued_tokens` and, with `rollout.partial`, `over_drawn`
 
         Raises EngineError if no engine is left, RewardError, and RolloutCancelledError.
         """

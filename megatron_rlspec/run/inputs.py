@@ -1,4 +1,4 @@
-"""Check what a run reads, before anything heavy is imported and before anything starts.
+"""Check what a run reads, before anything heavy is imported and before trainer and engines start.
 
 This file, and what it imports, must not import torch: so a mistake is reported without waiting for that import.
 `loading.py` has the checks that need the model or the machine.

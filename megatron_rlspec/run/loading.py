@@ -1,8 +1,8 @@
 """What a run reads, with the checks that need the model or the machine; and the parts of a run, built from it.
 
-In the order of a run: `settle` fills in options that the user left open, `load` reads and checks, then `session.py`
-calls `start_rollouts`, `build_trainer` and `build_rollouts`. Before all this `inputs.py` has checked, without heavy
-imports, that the files are there and can be read.
+In the order of a run: `commands/training.py` calls `settle`, which fills in options that the user left open. Then
+`session.py` calls `load`, which reads and checks, `start_rollouts`, `build_trainer` and `build_rollouts`. Before all
+this `inputs.py` has checked, without heavy imports, that the files are there and can be read.
 """
 
 from __future__ import annotations

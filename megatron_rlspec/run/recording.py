@@ -1,4 +1,4 @@
-"""A run's records: one line for each step, on disk and on the terminal, and events and texts. Rank 0 writes them.
+"""A run's records: a record of each step, lines on the terminal, events and texts. Rank 0 writes them.
 
 `records/metric_names.toml` lists the metrics, docs/runs.md the files.
 """

@@ -114,9 +114,9 @@ def build_result(
     built = {}
     if drafter.train:
         assert loaded.eagle3_ids is not None
-        beside = target.with_name(f"{target.name}_drafter")
-        built[beside] = build_drafter(
-            beside,
+        drafter_target = target.with_name(f"{target.name}_drafter")
+        built[drafter_target] = build_drafter(
+            drafter_target,
             hf_config[DRAFTER] | stated,
             source("drafter"),
             loaded.eagle3_ids,

@@ -216,8 +216,8 @@ class Rollouts:
         """Learn from the rounds of the last rollout. Returns metrics.
 
         `prediction` is the trainer's, of the next rollout's acceptance. Call this before the push: the canary's rounds,
-        under another configuration, would be among those of the rollout. Call it once in a step: engines forget what was
-        read.
+        under another configuration, would be among those of the rollout. Engines forget what was read,
+        so call it once in a step.
         """
         rounds, reports = self.engines.rounds()
         # The engines' rounds are those of the rollout that ended last: with staleness the one ahead.

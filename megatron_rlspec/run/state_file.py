@@ -1,4 +1,4 @@
-"""The file `checkpoints/step-000012.state`: all of a checkpoint but the tensors of policy, drafter and optimizers.
+"""The file `checkpoints/step-000012.state`: all of a checkpoint but the trainer's part (`train/checkpoint.py`).
 
 It begins with the 32 bytes of a SHA-256 over the rest. The rest is a `State` in MessagePack (`wire.py`). A change of
 `State`, `Drawn` or a type in them can make earlier checkpoints unreadable. `checkpoints.py` refuses those of other

@@ -12,7 +12,9 @@ from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.types import Group, Sample
 
-SHOWN = 40  # an event shows so many characters from the begin of a text, and as many from its end
+SHOWN = (
+    40  # an event shows so many characters from the beginning of a text, and as many from its end
+)
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -96,5 +98,5 @@ def scored(sample: Sample) -> str:
 
 
 def _ends(text: str) -> str:
-    """Return a text, or the begin and end of a long one, quoted, with control characters escaped."""
+    """Return a text, or the beginning and end of a long one, quoted, with control characters escaped."""
     return texts.shown(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}...{text[-SHOWN:]}")

@@ -19,8 +19,8 @@ from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# Extra updates end once the run has taken `LEAST_STEPS` steps and they have read `LEAST_READ` tokens. A token counts
-# each time it is read.
+# Extra updates end once the run has taken `LEAST_STEPS` steps and extra updates have read `LEAST_READ` tokens. A token
+# counts each time it is read.
 LEAST_STEPS = 10
 LEAST_READ = 262144
 # After a step the drafter learns from the newest `NEWEST_TOKENS` tokens, of several steps if one has fewer, or from

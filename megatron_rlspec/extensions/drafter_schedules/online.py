@@ -2,8 +2,8 @@
 
 An update is either part of the policy's step, on the same rollouts and hidden states, or a pass of its own over stored
 rollouts (`DrafterConfig.separate`), whose hidden states the present policy computes. Such a pass runs after the
-policy's step, or with `drafter.overlap` while engines generate the next rollout. In every case the drafter
-reads detached hidden states, and its loss changes only its own parameters. So for given rollouts none of these options
+policy's step, or with `drafter.overlap` while engines generate the next rollout. In every case the drafter reads
+detached hidden states, and its loss changes only its own parameters. So for given rollouts none of these options
 changes the policy's update.
 
 Every rank holds one schedule. Which steps update, and from what, follows from options, checkpoint and rollouts, which

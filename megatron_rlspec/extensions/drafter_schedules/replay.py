@@ -1,4 +1,4 @@
-"""A bounded buffer of rollouts, from which the drafter learns again. Numpy only.
+"""A bounded buffer of rollouts, from which the drafter learns again. It imports no torch.
 
 It keeps tokens, mask and log-probabilities (9 bytes a token), the reward and the versions of the policy. It keeps no
 hidden states: today's policy computes them again when the drafter learns. Stored ones would be of an older policy than

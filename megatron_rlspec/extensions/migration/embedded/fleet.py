@@ -1,6 +1,6 @@
 """The embedded engines of all ranks of a training job, as one `RolloutEngine` on rank 0.
 
-Rank 0 sends orders: ("tick", Tick), ("call", method, arguments) or ("close",). On every other rank a thread carries
+Rank 0 sends orders: ("tick", Tick), ("call", method, *arguments) or ("close",). On every other rank a thread carries
 them out (`Follower`), with a gloo group of its own. So the main threads can train meanwhile, or take part in the export
 of a push. `member.py` has what an order does on one rank.
 """
@@ -217,9 +217,8 @@ class Fleet:
         # By id: a deal does not depend on the order in which requests came.
         for request, sampling in sorted(self._new, key=lambda pair: pair[0].id):
             groups.setdefault(request.prompt.id, []).append((request, sampling))
-        largest_part = max(
-            1, -(-len(self._new) // ranks)
-        )  # requests a rank gets at once, rounded up
+        # Requests that a rank gets at once: an equal share, rounded up.
+        largest_part = max(1, -(-len(self._new) // ranks))
         busy = [report.open for report in self.member.reports] or [0] * ranks
         dealt: list[Requests] = [[] for _ in range(ranks)]
         for group in groups.values():

@@ -39,7 +39,7 @@ class Tick(NamedTuple):
     new      the requests that begin, for each rank
     aborted  ids of samples to end now, with what they have
     dropped  ids of samples that no caller waits for; they end without a sample
-    rounds   to run after the moves, each of which has a round of its own; fewer on a rank that has no request left
+    rounds   to run, beside the one round that a plan of moves takes; fewer on a rank that has no request left
     cap      the most tokens of a response, over all open requests
     """
 

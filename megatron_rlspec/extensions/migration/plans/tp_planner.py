@@ -1,4 +1,4 @@
-"""When to change the tensor-parallel size during a rollout (PAT, section 4.2). numpy only.
+"""When to change the tensor-parallel size during a rollout (PAT, section 4.2). It imports no torch.
 
 With few samples left, a larger size makes each of them faster; with many, its communication costs more than it saves.
 
