@@ -34,7 +34,7 @@ class RunDraftRule(DraftRule):
     """The speculation rule or fixed configuration of a run's engines.
 
     speculates     whether engines speculate
-    canary_drafts  drafts per round of a canary; 0 without speculation
+    canary_drafts  drafts per round of a canary, if engines speculate
     """
 
     def __init__(self, config: Config, learning: Learning) -> None:
