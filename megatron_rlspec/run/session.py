@@ -14,7 +14,15 @@
 Every rank holds the trainer and the data. Only rank 0 has engines and rewards (rollouts.py) and writes records; the
 other ranks wait meanwhile (rank0.py). With embedded engines on several ranks they generate, too, in a thread.
 
-All ranks call the same public methods in the same order, because most of them are collective.
+All ranks call the same public methods in the same order, because most of them are collective. A step calls each of
+them once, in the order of `loop.py`:
+
+    push                 before the first `collect`, and after each `train_step`: engines generate with what they have
+    pack                 before `train_step`; takes at least one group, the same on every rank. `Drafting.observe`
+                         counts the tokens of every call for the draft vocabulary, and a schedule may store the rollouts
+    adapt                before `push`: the canary's rounds would be among those of the rollout
+    record               before `checkpoint`, which stops the run by the number of bad steps
+    evaluate_warm_start  each call is a new measurement
 """
 
 from __future__ import annotations
@@ -85,7 +93,7 @@ class Session:
     saver       checkpoints
 
     Raises ConfigError, DataError or CheckpointError, before it writes a record, if the run cannot work, and EngineError
-    if its engines do not start. Engines that it has launched by then have written logs to the run directory.
+    if its engines do not start. Engines that were launched by then have written logs.
     """
 
     def __init__(
@@ -226,10 +234,7 @@ class Session:
         return groups
 
     def load_recorded(self, step: int) -> list[Group]:
-        """Load the policy that a recorded run had before `step`, and return the rollouts that it trained on.
-
-        Collective. For a replay that follows the recorded run; `collect` is for all other runs.
-        """
+        """Load the policy that a recorded run had before `step`, and return that step's rollouts. Collective."""
         replay = self.loaded.replay
         assert replay is not None
         replay.load(self.trainer, step)
@@ -255,13 +260,7 @@ class Session:
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
-        """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group.
-
-        Call it once in a step, before `train_step`: `Drafting.observe` counts the tokens of `groups` for the draft
-        vocabulary, and a schedule may store the rollouts.
-
-        groups  of all ranks, at least one; equal on every rank
-        """
+        """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
         samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
         by_group = [advantages(self.config.algorithm, longest, group) for group in groups]
@@ -290,9 +289,7 @@ class Session:
     def train_step(self, packed: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
         """Update policy and drafter on each mini-batch, and count the step. Returns the metrics of `train_rollout`.
 
-        packed   as `pack` returned it
-        options  of `Trainer.train_step`; `objective` must be among them
-
+        `packed` is of `pack`. `options` are of `Trainer.train_step`; `objective` must be among them.
         Engines on the ranks' GPUs sleep from here until the next push.
         """
         if self.loaded.layout.colocated:
@@ -333,9 +330,6 @@ class Session:
 
     def push(self) -> None:
         """Send target and drafter to every engine as one version, and check every engine.
-
-        Call it before the first `collect`, and after each `train_step`. `adapt` comes before it: the canary's rounds
-        would be among those of the rollout.
 
         Restarted engines join here. If no other engine is left, this waits for one.
         """
@@ -386,8 +380,7 @@ class Session:
     def evaluate_warm_start(self) -> bool:
         """Evaluate every `sft.eval_every` steps. Returns whether the warm start may end, the same on every rank.
 
-        It may if only the drafter learns, and its accept length on held-out answers has stopped rising. Call it once in
-        a step: each call is a new measurement.
+        It may if only the drafter learns, and its accept length on held-out answers has stopped rising.
         """
         rows = self.loaded.demonstrations
         assert rows is not None
@@ -396,9 +389,8 @@ class Session:
             return False
         stopped_rising = False
         if options.held_out:
-            stopped_rising = self.evaluation.measure_drafter(
-                self.done, self.drafting.tokens, rows.held_out
-            )
+            tokens = self.drafting.tokens
+            stopped_rising = self.evaluation.measure_drafter(self.done, tokens, rows.held_out)
         if self.generates:
             with self.clock("push"):
                 self.push()
@@ -409,11 +401,7 @@ class Session:
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`, on rank 0. Counts bad steps in a row.
 
-        All ranks call this once in a step, before `checkpoint`, which stops the run by that count.
-
-        step     from 0: after `train_step` it is `done` - 1
-        metrics  of `train_step`
-        groups   of `collect`; none in runs without engines
+        `step` counts from 0. `groups` are of `collect`; none in runs without engines.
         """
         samples = samples_of(groups)
         if self.rollouts is None or not samples:
