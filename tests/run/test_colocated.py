@@ -48,7 +48,7 @@ def test_an_engine_that_is_restarted_sleeps_during_the_step_too():
         return new
 
     starting = SimpleNamespace(again=again, restartable={"a", "b"})
-    speculation = SimpleNamespace(drafts=False, chain=0)
+    speculation = SimpleNamespace(speculates=False, canary_drafts=0)
     config = load(None, {"rollout.restarts": "1"})
     engines = Engines(config, {"a": old, "b": lost}, starting, speculation, MagicMock())
     engines.pool.drop("b", EngineError("gone"))

@@ -120,7 +120,7 @@ def step_and_oracle(loss, temperature):
     weights = reward_weights([sample.reward for sample in chosen])
     (batch,) = pack(chosen, depth=3, tokens_per_micro_batch=400, drafter_weights=weights)
     outputs, found = [], []
-    own_student = trainer.drafter_step.student
+    own_student = trainer.drafter_step.make_student
 
     def student(given, *args, **options):
         for depth, out in enumerate(given):
@@ -128,7 +128,7 @@ def step_and_oracle(loss, temperature):
             out.register_hook(lambda grad, depth=depth: found.append((depth, grad.clone())))
         return own_student(given, *args, **options)
 
-    trainer.drafter_step.student = student
+    trainer.drafter_step.make_student = student
     states = []
     trainer.policy.register_forward_hook(lambda module, given, out: states.append(out[:, 0].detach().clone()))
     head = trainer.policy.head_weight().detach().clone()
