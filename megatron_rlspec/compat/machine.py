@@ -1,7 +1,7 @@
 """Find what a machine lacks for training and serving on GPUs.
 
-`gather` reads the facts once. `lacks` compares them with what is needed. No CUDA context is created, so a running job
-is not disturbed.
+`gather` reads the facts once. `lacks` compares them with what is needed. `rlspec doctor` (`commands/doctor.py`) prints
+the result, also while an image is built. No CUDA context is created, so a running job is not disturbed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Machine:
 
     gpus          of `visible_gpus`; 0 while an image is built
     driver_cuda   newest CUDA version that the driver runs, (major, minor); None if the driver does not answer
-    torch_cuda    CUDA version that torch was built for; None for a CPU build
+    torch_cuda    CUDA version that torch was built for, (major, minor); None for a CPU build, and without torch
     modules       those of MODULES that Python finds
-    failures      module of COMPILED -> the error of its import
+    failures      module of COMPILED -> the last line of the error of its import; only installed ones that fail
     shared_bytes  size of /dev/shm; 0 if there is none
     """
 
@@ -65,7 +65,8 @@ class Machine:
 class Lack:
     """One thing that the machine lacks. `text` is one line: what is wrong and what to do.
 
-    stops  True if training or serving on GPUs cannot start, or runs without its kernels
+    stops  True if training or serving on GPUs cannot start, or runs without its kernels; `rlspec doctor --gpu` then
+           ends with 1
     """
 
     text: str
@@ -127,7 +128,10 @@ def visible_gpus() -> int:
 
 
 def gather() -> Machine:
-    """Read the facts of this machine. It imports each package of COMPILED in a process, one after the other."""
+    """Read the facts of this machine. It imports each package of COMPILED in a process, one after the other.
+
+    So it takes seconds to minutes, at most `IMPORT_SECONDS` for each.
+    """
     driver = _driver_cuda()
     failures: dict[str, str] = {}
     for module, package in COMPILED.items():
@@ -161,7 +165,7 @@ def _driver_cuda() -> tuple[int, int] | None:
         answered = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return None
-    # 12040 is CUDA 12.4.
+    # The number is 1000 * major + 10 * minor: 12040 is CUDA 12.4.
     return (version.value // 1000, version.value % 1000 // 10) if answered == 0 else None
 
 

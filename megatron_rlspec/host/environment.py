@@ -1,6 +1,8 @@
 """Environment variables of train ranks: what CUDA, NCCL and Transformer Engine need, and what the launcher set.
 
-Imports no torch: CUDA and NCCL read their variables once, so `prepare` runs before torch is imported.
+Imports no torch: CUDA and NCCL read their variables once, so `prepare` runs before torch is imported. For a run
+`commands/training.py` calls these functions, for slime `integrations/slime/launch.py`, and `client/transport.py` asks
+for `disagreement`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ def of_ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that a train rank needs. Call it before torch is imported."""
+    """Set the variables that a train rank needs, where they are not set. Call it before torch is imported.
+
+    environment  changed in place: `os.environ` of the rank itself
+    """
     environment.update(of_ranks(environment))
     if cudnn := _cudnn_of_torch():
         environment.setdefault("CUDNN_HOME", cudnn)
@@ -80,7 +85,8 @@ def ranks_started(environment: Mapping[str, str]) -> int:
             raise ConfigError(
                 f"environment variable RANK is set, but {name} is not; start the run by torchrun"
             )
-    # Each is a number below its limit. WORLD_SIZE comes first: it is the limit of RANK and LOCAL_RANK.
+    # Each is a number below its limit. WORLD_SIZE comes first, so that it is a number where it is the limit of RANK and
+    # LOCAL_RANK. An absent LOCAL_RANK passes as 0.
     limits = {"WORLD_SIZE": "1000000", "RANK": size, "LOCAL_RANK": size, "MASTER_PORT": "65536"}
     for name, limit in limits.items():
         text = environment.get(name, "0")

@@ -25,7 +25,12 @@ class Ranks:
     """All ranks of the job, in a gloo group of their own. Tensors are on the CPU.
 
     All ranks must create it, and call `tell`, `barrier` and `share`, in the same order. `send`, `receive` and `expect`
-    are between two ranks. Only one thread of a rank may use it at a time.
+    are between two ranks: each message needs one `receive` or `expect` of the other rank. Only one thread of a rank may
+    use it at a time.
+
+    group  the gloo group of all ranks
+    rank   of this process in the job
+    size   number of ranks
     """
 
     def __init__(self) -> None:
@@ -36,7 +41,7 @@ class Ranks:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def tell(self, message: Any = None) -> Any:
-        """Return rank 0's message on every rank. The argument of the others is ignored. Collective."""
+        """Return rank 0's message on every rank. What other ranks give as `message` is ignored. Collective."""
         told = [message]
         dist.broadcast_object_list(told, src=0, group=self.group)
         return told[0]
@@ -54,7 +59,8 @@ class Ranks:
     def send(self, target: int, message: Any) -> None:
         """Start to send a message, and return. Messages to one rank arrive in order.
 
-        Call `flush` after the last one: until then their memory is kept.
+        Call `flush` after the last message: until then the memory of all of them is kept. `message` is pickled here, so
+        it may be changed afterwards.
 
         A message is two tensors: its size in bytes, [1] int64, and its bytes. `expect` receives them.
         """
@@ -65,11 +71,11 @@ class Ranks:
             self._sent.append((work, part))
 
     def receive(self, source: int) -> Any:
-        """Return the next message of a rank."""
+        """Return the next message of a rank. Blocks until it has arrived."""
         return self.expect(source).wait()
 
     def expect(self, source: int) -> Pending:
-        """Start to receive the next message of a rank, and return as soon as its size is known."""
+        """Start to receive the next message of a rank. Blocks until its size has arrived, and not for its bytes."""
         size = torch.empty(1, dtype=torch.int64)
         dist.recv(size, source, group=self.group)
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -104,7 +110,7 @@ def job() -> Ranks:
 class Pending:
     """A message that arrives while other work goes on, by `Ranks.expect`.
 
-    n_bytes  its size
+    n_bytes  size of the pickled message
     """
 
     def __init__(self, work: dist.Work, data: torch.Tensor) -> None:

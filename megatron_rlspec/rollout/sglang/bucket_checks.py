@@ -1,8 +1,10 @@
 """Check a bucket of weights before anything is loaded: the engine holds each tensor, in this shape.
 
-For a bucket in a request, also that its tensors cover all its bytes. Such a bucket is a safetensors file
+`read_entries` checks a bucket in a request's body, also that its tensors cover all its bytes. `check_described` checks
+one whose bytes come another way. A bucket in a body is a safetensors file
 (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, and the tensors' bytes.
-`push/bucket.py` writes it, and `http/weight_routes.py` calls these checks. Imports no SGLang.
+`push/bucket.py` writes it, and `http/weight_routes.py` calls these checks. No number type is compared with the
+engine's. Imports no SGLang.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from megatron_rlspec.rollout.sglang.schemas import Refusal, TensorsBody, plain
 from megatron_rlspec.types import Scope
 
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-# Types that may be sent; the same as `_NAMES` in `push/bucket.py`.
+# safetensors' names of the types that may be sent -> torch's; the inverse of `_DTYPE_NAMES` in `push/bucket.py`.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class ServedTensors:
     """The tensors that an engine holds, by their names in the checkpoint: the answer of the command `shapes`.
+
+    `_shapes` in `scheduler/control.py` makes the answer.
 
     shapes   full shapes, without tensor parallelism; {} if `unnamed`
     drafter  names of the drafter's own tensors, also if `unnamed`, where the family's table has them
@@ -39,9 +43,13 @@ class ServedTensors:
     unnamed: str = ""
 
     def check(self, name: str, shape: Sequence[int], scope: Scope) -> None:
-        """Raise Refusal unless the engine holds `name` of this shape and `scope` covers it."""
+        """Raise Refusal unless the engine holds `name` of this full shape and `scope` covers it.
+
+        With `unnamed` only the scope is checked, and that only where `drafter` has names.
+        """
         if self.unnamed and (scope == "all" or not self.drafter):
-            return  # nothing is known to compare with
+            # no shapes are known; and no owner is asked for, or the family's table names none
+            return
         expected = self.shapes.get(name)
         if expected is None and not self.unnamed:
             similar = difflib.get_close_matches(name[:200], self.shapes, n=1)
@@ -69,20 +77,25 @@ class Entry(NamedTuple):
 def check_described(body: TensorsBody, served: ServedTensors, scope: Scope) -> None:
     """Raise Refusal unless the engine holds every tensor that a request without a safetensors header describes.
 
-    Their bytes are not in the request. Whoever opens them compares their number (`gpu_memory.copy_from_handle`).
+    Their bytes are not in the request. `gpu_memory.copy_from_handle` compares their number with the memory of a handle.
+    A broadcast is received into memory of the size that shapes and types give. Raises ValueError, and not Refusal, if
+    `names` and `shapes` have different lengths.
     """
     for name, shape in zip(body.names, body.shapes, strict=True):
         served.check(name, shape, scope)
 
 
 def read_entries(data: memoryview, served: ServedTensors, scope: Scope) -> list[Entry]:
-    """Return the position of each tensor in a bucket, ascending. Raises Refusal for a malformed file or a wrong tensor.
+    """Return where each tensor's bytes lie in a bucket, ascending; [] for a file without tensors.
 
-    The safetensors library checks that the tensors cover the bytes after the header, without holes and overlaps. So
-    each begins where the one before it ends.
+    data  the whole safetensors file
+
+    Raises Refusal for a malformed file or a wrong tensor. The safetensors library checks that the tensors cover the
+    bytes after the header, without holes and overlaps. So each tensor begins where the one before it ends.
     """
     entries = []
-    first = 8 + int.from_bytes(data[:8], "little")  # the first byte after the header
+    # The first byte after the header. `_header` checks the length before `first` is used.
+    first = 8 + int.from_bytes(data[:8], "little")
     for name, kind, shape in _header(data):
         if kind not in DTYPES:
             raise Refusal(400, f"{plain(name)} is of {kind}; expected dtype {', '.join(DTYPES)}")
@@ -106,6 +119,7 @@ def _header(data: memoryview) -> list[tuple[str, str, list[int]]]:
     The library reads files only. So it gets a file in memory of the bucket's length, in which only the header is
     written: the tensors' bytes are not copied, and take no memory.
     """
+    # A length above the limit is refused by the library; without `min` the whole bucket would be copied for that.
     header = data[: 8 + min(int.from_bytes(data[:8], "little"), LONGEST_HEADER)]
     descriptor = os.memfd_create("rlspec-header", os.MFD_CLOEXEC)
     try:

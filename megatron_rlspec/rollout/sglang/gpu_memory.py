@@ -40,7 +40,10 @@ class GpuMemory(Memory):
         self._handles: dict[int, str] = {}
 
     def handle(self, piece: Tensor) -> str:
-        """Return the handle of a piece that `turn` returned, in base64. `piece` must begin where that one begins."""
+        """Return the handle of a piece that `turn` returned, in base64. Raises KeyError for any other tensor.
+
+        piece  the piece or a view of it from its first byte on. Fill it completely before the handle is sent
+        """
         return self._handles[piece.data_ptr()]
 
     def _make(self, needed: int) -> Tensor:
@@ -57,7 +60,9 @@ class GpuMemory(Memory):
 class _Allocation:
     """Bytes on the current GPU. `torch.as_tensor` makes a tensor of them without a copy, which keeps this object alive.
 
-    They are freed with the last tensor that views them.
+    The bytes are freed with the last tensor that views them. An engine must have closed them by then.
+
+    size  in bytes, above 0
     """
 
     def __init__(self, size: int) -> None:
@@ -79,15 +84,16 @@ def copy_from_handle(handle: str, size: int, device: torch.device) -> Tensor:
     """Return a copy of the first `size` bytes of a piece of another process, `[size]` uint8, on `device`.
 
     handle  of the piece, 64 bytes in base64
+    device  the current GPU of this thread: the driver opens the handle there
 
-    Raises ValueError if CUDA refuses, or if the piece is smaller.
+    Raises ValueError if CUDA refuses, or if the piece is smaller. The piece is closed again, also after an error.
     """
     copy = torch.empty(size, dtype=torch.uint8, device=device)
     opened = ctypes.c_uint64()  # the piece's address in this process
     ipc_handle = _Handle.from_buffer_copy(base64.b64decode(handle))
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(opened), ipc_handle, ctypes.c_uint(_PEERS))
     try:
-        base = ctypes.c_uint64()
+        base = ctypes.c_uint64()  # where the allocation begins; not used
         allocated = ctypes.c_size_t()
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(allocated), opened)
         if size > allocated.value:

@@ -185,7 +185,7 @@ class TensorsBody(Strict):
     """Tensors that the trainer laid out in one piece: `push.bucket.Bucket.described`, and in the piece their bytes.
 
     One element a tensor in each list, in the order of the bytes. The schema does not compare the lists' lengths.
-    `shapes` are full shapes, without tensor parallelism.
+    `shapes` are full shapes, without tensor parallelism. `bucket_checks.check_described` checks names and shapes.
     """
 
     names: list[Text] = Field(min_length=1, max_length=1 << 16)
@@ -221,7 +221,10 @@ def parse(model: type[Body], body: bytes) -> Body:
 
 
 def parse_query(model: type[Body], query: Mapping[str, str]) -> Body:
-    """Read a query string as `model`. Raises Refusal."""
+    """Read a query string as `model`. Raises Refusal.
+
+    model  with fields of text only: a query has no numbers, and types are strict
+    """
     try:
         return model.model_validate(dict(query))
     except ValidationError as error:
@@ -299,5 +302,5 @@ def shown(value: Any) -> str:
 
 
 def plain(name: str) -> str:
-    """Format a name without quotes. Characters that are not printable ASCII are escaped; a long name is cut."""
+    """Format a name as JSON does, without its quotes: ASCII on one line, at most 200 characters."""
     return json.dumps(name)[1:-1][:200]

@@ -25,7 +25,7 @@ MOST_BYTES = 107 - len("/rlspec-engine-XXXXXXXX/pymp-XXXXXXXX/listener-XXXXXXXX"
 
 
 def make() -> Path:
-    """Make a directory that only this user can read.
+    """Make a directory that only this user can read. `remove` or `remove_at_end` must follow.
 
     Raises OSError, also where the directory's name would be too long for the sockets in it.
     """
@@ -59,7 +59,8 @@ def remove(directory: Path) -> None:
 def remove_at_end(directory: Path) -> None:
     """Start a small process that removes the directory once this process has ended, by SIGKILL too.
 
-    Call it before this process starts threads or imports SGLang: the small process is a fork of it.
+    Call it once, and better before this process starts threads or imports SGLang: the small process is a fork of it,
+    and keeps what this process has in memory.
     """
     try:
         # It refers to this very process, also after its number is given to another one.

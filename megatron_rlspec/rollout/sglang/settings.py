@@ -38,7 +38,7 @@ class Settings:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     verifier: Verifier = "position_keyed"
-    num_steps: int | None = None  # of every round; None: a rule chooses
+    num_steps: int | None = None  # drafter passes of every round; None: a rule chooses
     off: bool = True  # whether a rule may choose to draft nothing; `hold` may in any case
     # Remember the fingerprints of what each push gave to the models' loaders, for the command `delivered`.
     deliveries: bool = False

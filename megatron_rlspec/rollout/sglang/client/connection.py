@@ -1,6 +1,8 @@
 """HTTP requests to one `rlspec serve`, and one line for each way in which they fail.
 
-Paths are those of `ROUTES` in `http/routes.py`, without the prefix /rlspec/.
+`SGLangEngine` (`engine.py`) inherits from `Connection` and calls these functions. Paths are the keys of `ROUTES` in
+`http/routes.py`, without the prefix /rlspec/. `post_to_sglang` and `get_from_sglang` call SGLang's own routes. No
+request is sent twice: only a caller may repeat it.
 """
 
 from __future__ import annotations
@@ -17,18 +19,20 @@ from megatron_rlspec.engine import EngineError, RequestError
 from megatron_rlspec.rollout.sglang.client.launcher import EngineProcess
 from megatron_rlspec.rollout.sglang.settings import KEY
 
-# Statuses of requests that another engine would refuse, too. They become RequestError, which is not tried elsewhere.
+# Statuses of requests that another engine would refuse, too: malformed, or too large. They become RequestError, after
+# which `rollout/dispatch.py` gives the request to no other engine.
 MALFORMED = (400, 413)
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0  # longest time to open a connection
 
 
 class RefusedError(EngineError):
-    """The engine, or another kind of server at this address, answered that it cannot do this."""
+    """The engine refused with another status than 401 and those of MALFORMED, or another kind of server answered."""
 
 
 class Connection:
     """Requests below `url`/rlspec. Several threads may call it: each request has a session of its own.
 
+    url      http://HOST:PORT
     api_key  that the server was started with; "" sends none
     process  the server's, if this client started it; it tells how the server ended
     timeout  longest time in seconds without a byte of an answer
@@ -44,7 +48,7 @@ class Connection:
         self._process = process
 
     def __repr__(self) -> str:
-        return f"SGLangEngine({self.url})"
+        return f"SGLangEngine({self.url})"  # the subclass of which callers have objects
 
     def post(self, path: str, **arguments: Any) -> dict[str, Any]:
         """Post a request and return its answer, a JSON object. Raises EngineError: RequestError for MALFORMED.
@@ -56,21 +60,26 @@ class Connection:
 
     @contextmanager
     def answer_to(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Post a request, and read its answer in the `with` block. Raises as `post` and `reading`."""
+        """Post a request, and yield its answer to the `with` block. Raises as `post` and `reading`."""
         answer = self.post(path, **arguments)
         with self.reading(path, answer):
             yield answer
 
     @contextmanager
     def reading(self, path: str, answer: Any) -> Iterator[None]:
-        """Raise RefusedError where an answer does not have what the `with` block reads."""
+        """Raise RefusedError if the `with` block raises KeyError, TypeError or ValueError.
+
+        So the block may only read the answer: an error of anything else in it would be blamed on the engine.
+
+        answer  what the error's message quotes
+        """
         try:
             yield
         except (KeyError, TypeError, ValueError):
             raise self.not_an_engine(path, answer) from None
 
     def post_to_sglang(self, route: str, body: dict[str, Any]) -> None:
-        """Call one of SGLang's own routes."""
+        """Call one of SGLang's own routes. Raises EngineError unless the status is 200; the answer is not read."""
         self._send(route, under="/", json=body).close()
 
     def not_an_engine(self, path: str, answer: Any) -> RefusedError:
@@ -82,7 +91,11 @@ class Connection:
         )
 
     def stream(self, path: str, **arguments: Any) -> Generator[dict[str, Any], None, None]:
-        """Post a request and yield the JSON objects of its answer, one a line, as they come. Raises EngineError."""
+        """Post a request and yield the JSON objects of its answer, one a line, as they come. Raises EngineError.
+
+        The request is sent at the first `next`. Closing the generator closes the connection, and the engine then ends
+        what is left (`_lines` in `http/routes.py`).
+        """
         with self._send(path, stream=True, **arguments) as answer:
             try:
                 # Without a chunk size a line is yielded as soon as it has come, and not once 512 bytes have.
@@ -105,16 +118,17 @@ class Connection:
         return value
 
     def get_from_sglang(self, route: str) -> dict[str, Any]:
-        """Return the answer of one of SGLang's own routes."""
+        """Return the answer of one of SGLang's own routes, a JSON object. Raises EngineError."""
         with self._send(route, under="/", method="GET") as answer:
             return self._object(route, answer.content)
 
     def _send(
         self, path: str, under: str = "/rlspec/", method: str = "POST", **arguments: Any
     ) -> requests.Response:
-        """Send a request. Return its answer if the status is 200. Raises EngineError.
+        """Send a request. Return its answer, which the caller closes, if the status is 200. Raises EngineError.
 
-        under   "/rlspec/" for our routes, "/" for SGLang's own
+        under      "/rlspec/" for our routes, "/" for SGLang's own
+        arguments  of `requests.Session.request`; with `stream=True` the body has not been read yet
         """
         session = requests.Session()
         # No proxy lies between a trainer and its engines, and no .netrc replaces the key.
@@ -145,6 +159,7 @@ class Connection:
                 f"{self.url}: it needs {needed}; set {KEY} to the key it was served with"
             )
         try:
+            # `content` reads the body here if the request was sent with `stream`, so the connection may break.
             reason = json.loads(answer.content)["error"]
         except (requests.RequestException, ValueError, KeyError, TypeError, RecursionError):
             reason = None
@@ -160,7 +175,8 @@ class Connection:
         # Within a stream, requests reports a timeout as a ConnectionError around urllib3's own.
         inner = error.args[0] if error.args else None
         silent = isinstance(error, requests.Timeout) or isinstance(inner, ReadTimeoutError)
-        # A broken connection often means that the process is ending: wait up to 1 s for that.
+        # A broken connection often means that the process is ending: wait up to 1 s for that. A silent one is not
+        # broken, so the process is only looked at.
         if self._process is not None and self._process.ends_within(0 if silent else 1):
             code = self._process.process.returncode
             return f"the engine ended with code {code} (log: {self._process.log})"

@@ -1,7 +1,8 @@
 """One SGLang engine behind `rlspec serve`, as a `RolloutEngine`. Imports no sglang: it speaks HTTP.
 
-The other side is `http/routes.py` and `http/weight_routes.py`. Every method raises EngineError if the engine refuses,
-fails or is gone, but `alive` and `close`; `engine.py` says what each method means.
+The protocol in `megatron_rlspec/engine.py` says what each method means. The other side is `http/routes.py` and
+`http/weight_routes.py`; `connection.py` sends the requests. Every method that sends one raises EngineError if the
+engine refuses, fails or is gone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class SGLangEngine(Connection):
     api_key    by default that of the environment variable RLSPEC_API_KEY
     process    the server's process, if this client started it and must end it
     timeout    longest time in seconds without an answer, or without a line about any sample
-    transport  that sends weights; by default in the bodies of requests
+    transport  that sends weights (`transport.py`), shared by all engines of a run; by default in the bodies of requests
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SGLangEngine(Connection):
         # Why the weights are not usable, so that `generate` refuses; "" if they are. The server has a check of its own
         # (`http/update.py`), which knows nothing of `sleep`.
         self._broken = ""
-        # The answer of the command `shapes`, once it was asked.
+        # The answer of the command `shapes`; None until `_served_tensors` has asked.
         self._served: dict[str, Any] | None = None
         self._update = ""  # the token of the open weight update; "" without one
 
@@ -96,8 +97,9 @@ class SGLangEngine(Connection):
     ) -> list[Sample]:
         """Generate one sample per request and return them in order. Calls `on_sample` with each finished sample.
 
-        The requests' ids must be distinct. Raises EngineError, whose `begun` has what the unfinished samples had, so
-        that another engine can continue them.
+        The requests' ids must be distinct. `on_sample` runs in this thread, between two lines of the answer; aborted
+        samples come there, too. Raises EngineError, whose `begun` has, by request id, what the unfinished samples had,
+        so that another engine can continue them.
         """
         if self._broken:
             raise EngineError(
@@ -118,6 +120,7 @@ class SGLangEngine(Connection):
                     raise kind(f"{self.url}: {place}: {line['error']}")
                 with self.reading("generate", line):
                     request = by_id[line["id"]]
+                    # A line of progress, and not the last line of the sample.
                     if "drawn" in line:
                         begun[request.id] = _with_progress(begun.get(request.id), line)
                         continue
@@ -145,7 +148,10 @@ class SGLangEngine(Connection):
             self._update = answer["session"]
 
     def send(self, bucket: Bucket, *others: SGLangEngine) -> None:
-        """Send a bucket of `bucket_memory`. `others` share a joint transport with this engine (`GroupBroadcast`)."""
+        """Send a bucket of `bucket_memory` between `begin_update` and `end_update`.
+
+        others  engines with the same joint transport (`GroupBroadcast`) and open updates; this call serves them, too
+        """
         posts = [engine._in_update for engine in (self, *others)]
         self._transport.send(posts, bucket)
 
@@ -154,15 +160,15 @@ class SGLangEngine(Connection):
         self._broken = error or self._broken
         if not error:
             self._in_update("weights/end")
-            self._broken = ""
-        elif self._update:
+            self._broken = ""  # only now: the engine may refuse the end
+        elif self._update:  # "" if `begin_update` failed: nothing is open
             self._in_update("weights/abandon")
         self._update = ""
 
-    update_weights = update_weights
+    update_weights = update_weights  # the function of `push/update.py`, as a method
 
     def _in_update(self, path: str, **arguments: Any) -> dict[str, Any]:
-        """Post a request. Those of an update name the open one.
+        """Post a request. Paths below weights/ get the query that names the open update.
 
         Transports get this bound method for each engine. It equals itself from push to push, by which `GroupBroadcast`
         knows whether its engines are still the same.
@@ -173,7 +179,10 @@ class SGLangEngine(Connection):
         return self.post(path, **arguments)
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
-        """Run this configuration in every later decode round. `sharpness`: of coupled drafts; None: it stays."""
+        """Run this configuration in every later decode round, and end the use of a rule.
+
+        sharpness  of coupled drafts; None: it stays
+        """
         body = {"config": config.to_json(), "sharpness": sharpness}
         self.post("control/set_config", json=body)
 
@@ -200,7 +209,8 @@ class SGLangEngine(Connection):
     def sleep(self) -> None:
         """Pause, and have SGLang release weights and KV cache. On a CPU it only drops the cached prefixes."""
         self._broken = self._broken or "it slept, and no weights were pushed since"
-        # First: SGLang releases memory only when nothing runs. "retract" takes the running samples off the batch.
+        # The pause comes first: SGLang releases memory only when nothing runs. "retract" takes the running samples off
+        # the batch.
         self.post_to_sglang("pause_generation", {"mode": "retract"})
         self.post_to_sglang("release_memory_occupation", {})
 
@@ -239,7 +249,10 @@ class SGLangEngine(Connection):
         return stats
 
     def recent_rounds(self) -> list[Round]:
-        """Drain the latest decode rounds, in order: (config, batch, context tokens, ms or None after a break)."""
+        """Return and reset the latest decode rounds, in order.
+
+        Each is (config, batch, context tokens, ms); ms is None after a break.
+        """
         with self.answer_to("control/recent_rounds") as answer:
             return [(SpecConfig(**config), *rest) for config, *rest in answer["rounds"]]
 
@@ -287,7 +300,7 @@ class SGLangEngine(Connection):
         return self._process is None or not self._process.ended
 
     def close(self) -> None:
-        """End the server, if this client started it."""
+        """End the server if `process` was given; otherwise do nothing. Repeatable."""
         if self._process is not None:
             self._process.close()
 
@@ -305,9 +318,10 @@ def _body(request: Request, sampling: Sampling) -> dict[str, Any]:
 
 
 def _with_progress(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[str, Any]:
-    """Add a line of progress (`http/progress.py`) to those before it. Return the last line of a sample that ended here.
+    """Return the last line, as `_sample` reads it, that the sample would have if it was aborted after this progress.
 
-    Such a line is what `_sample` reads. `before` is changed in place.
+    before  what this returned for the progress before, changed in place; None for the first
+    line    of progress (`http/progress.py`); its tokens are those since the line before
     """
     sample: dict[str, Any] = before or {
         "output_ids": [],
@@ -327,7 +341,7 @@ def _with_progress(before: dict[str, Any] | None, line: dict[str, Any]) -> dict[
 
 
 def _sample(request: Request, line: dict[str, Any]) -> Sample:
-    """Make the sample of its last line, joined with what the request had begun with.
+    """Return the sample that its last line describes, behind the tokens of `request.partial`.
 
     Raises KeyError, TypeError or ValueError for a line that is not as `routes._generated_lines` writes it.
     """
@@ -340,7 +354,7 @@ def _sample(request: Request, line: dict[str, Any]) -> Sample:
     accepted = delivered(sum(line["accepted"]), drafted, len(response))
     begun = request.partial
     if begun is not None:
-        first = len(begun.response)  # the line counts from here
+        first = len(begun.response)  # position of the line's first token in the whole response
         response = np.concatenate([begun.response, response])
         logprobs = np.concatenate([begun.logprobs, logprobs])
         spans = begun.versions_with(spans)

@@ -1,4 +1,8 @@
-"""Start `rlspec serve` as a process of its own, wait until it answers, and end it with everything it started."""
+"""Start `rlspec serve` as a process of its own, wait until it answers, and end it with everything it started.
+
+`launch` returns at once; `EngineProcess.wait` waits; `EngineProcess.close` ends it. A run calls them in
+`rollout/start.py`. The requests themselves are sent by `engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class EngineProcess:
 
     process    leads a process group of its own, which `close` kills
     url        http://127.0.0.1:PORT
-    log        file of its output
+    log        file of its output, in which `wait` looks for the reason of an early end
     directory  its TMPDIR (`scratch.py`), which `close` removes
     api_key    that its requests need; never ""
     """
@@ -41,7 +45,10 @@ class EngineProcess:
         self.api_key = api_key
 
     def wait(self, timeout: float = 600.0) -> EngineProcess:
-        """Return `self` when the engine answers. Closes the engine and raises EngineError on failure.
+        """Return `self` when the engine answers.
+
+        Closes the engine and raises EngineError if it ends, or does not answer in time. An interruption of the wait
+        does not close it: the caller must.
 
         timeout  in seconds; loading a large model takes minutes
         """
@@ -59,6 +66,7 @@ class EngineProcess:
                     answer = session.post(
                         f"{self.url}/rlspec/control/describe", headers=headers, timeout=5
                     )
+                    # After any other status it is asked again until `timeout`.
                     if answer.status_code == 200:
                         return self
                 except requests.RequestException:
@@ -98,7 +106,10 @@ class EngineProcess:
         return (errors or lines or [f"exit code {self.process.returncode}"])[-1]
 
     def close(self) -> None:
-        """Kill the process and everything it started, without a graceful shutdown. Safe to repeat."""
+        """Kill the process and everything it started, and remove `directory`. No graceful shutdown. Safe to repeat.
+
+        It takes 3 s at most if children do not end by themselves.
+        """
         self.process.kill()
         self.process.wait()
         # Its children end with it, and their resource trackers then clean up: they get 3 s for that. What still runs of
@@ -137,11 +148,14 @@ def launch(
     environment: Mapping[str, str] | None = None,
     api_key: str = "",
 ) -> EngineProcess:
-    """Start a server on a free port of this machine, and return at once.
+    """Start a server on a free port of this machine, and return at once. The caller must `close` the result.
 
-    arguments    options of `rlspec serve` or of SGLang
-    log          file for the server's output
-    environment  added to this process's own; it must not name TMPDIR or RLSPEC_API_KEY, which would win over ours
+    model        directory of the policy, for --model
+    arguments    further options of `rlspec serve` or of SGLang. --port must not be among them: `url` has the one chosen
+                 here
+    log          file for the server's output; overwritten, and its directory made
+    environment  variables of the server beside this process's own. They win over all others, so TMPDIR and
+                 RLSPEC_API_KEY must not be among them: `close` removes `directory`, and `wait` sends `api_key`
     api_key      that requests need; "": the key in RLSPEC_API_KEY, or else a random key that only this process and the
                  server know. It travels in the server's environment, which other users cannot read.
     """

@@ -1,5 +1,7 @@
 """Send a bucket of weights to an SGLang engine: in the request, in the trainer's GPU memory, or by a process group.
 
+The names are those of the option `push.transport`; `rollout/start.py` chooses one:
+
     http     anywhere; the bytes pass SGLang's server process
     handles  engines that see the trainer's GPU; they copy the bucket from the memory in which the trainer laid it out
     group    one process group of this process and the ranks of all engines (NCCL between GPUs, gloo otherwise)
@@ -26,7 +28,8 @@ from megatron_rlspec.host import environment, loopback
 from megatron_rlspec.push.bucket import Bucket, Memory
 from megatron_rlspec.rollout.sglang.gpu_memory import GpuMemory
 
-Post = Callable[..., dict[str, Any]]  # `SGLangEngine._in_update` of one engine
+# `SGLangEngine._in_update` of one engine: (path, **arguments of `Connection.post`) -> the answer, a JSON object.
+Post = Callable[..., dict[str, Any]]
 # For engines to join a group, or to take one bucket; as `GROUP_SECONDS` of `scheduler/protect.py` on their side.
 _GROUP_SECONDS = timedelta(seconds=120)
 
@@ -39,9 +42,9 @@ class Transport(Protocol):
         """Return the memory of the buckets that it sends."""
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
-        """Deliver a bucket of `memory` to engines, at least one, within their open updates, which each `post` names.
+        """Deliver a bucket of `memory`. Return after all engines have loaded it. Raises EngineError.
 
-        Returns after all engines have loaded it. Raises EngineError.
+        posts  one for each engine, which all have begun an update: a single one, or at least one if `memory` is joint
         """
 
 
@@ -53,7 +56,7 @@ class Http:
 
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
         [post] = posts  # one: the memory is not joint
-        # A view: the bytes are not copied here.
+        # A view: the bytes are not copied here. The bucket's memory stays as it is until the answer.
         post("weights/bucket", data=bucket.file().numpy().data)
 
 
@@ -76,7 +79,8 @@ class GroupBroadcast:
     backend  "nccl" or "gloo"; by default NCCL with a GPU. NCCL refuses two processes on one GPU
 
     The first bucket creates the group. When the engines change and after a failure the next bucket creates a new one.
-    An engine that fails during a push fails it for the others, too. Only rank 0 of the trainer sends.
+    Old groups stay. An engine that fails during a push fails it for the others, too. Only rank 0 of the trainer sends,
+    in one thread at a time. While a group is made, `send` also raises torch's own errors (`_join`).
     """
 
     def __init__(self, address: str = "127.0.0.1", backend: str = "") -> None:
@@ -91,6 +95,7 @@ class GroupBroadcast:
     def send(self, posts: Sequence[Post], bucket: Bucket) -> None:
         # One thread an engine: each blocks until its engine answers.
         with ThreadPoolExecutor(len(posts)) as threads:
+            # Compared without their order: an engine keeps the ranks that it got when the group was made.
             if not self._members or set(self._members) != set(posts):
                 self._members = []  # stays so if joining fails
                 self._join(posts, threads)

@@ -2,6 +2,7 @@
 
 SGLang's `layers/attention/intel_amx_backend.py` (0.5.23) calls them for dense models in float32, bfloat16 and float16.
 They gather the requests' keys and values from the paged cache, pad them to the longest request, and mask the padding.
+`operators.OPERATORS` has both functions; `stand_ins.install` puts them where SGLang calls them.
 
 Shapes: B requests (at least 1), L query tokens of one request, S cached tokens, h query and n key/value heads, d head
 size. `req_to_token [pool, max_context]` maps (request slot, position) to a row of the KV cache. `req_pool_indices [B]`
@@ -18,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Query-key pairs of one padded prefill call: they bound its mask. A larger call takes its requests one by one.
+# Most query-key pairs, B * L * S, of one padded prefill call: they bound the size of its mask. A larger call takes its
+# requests one by one.
 _MAX_PADDED_PAIRS = 1 << 25
 
 
@@ -72,7 +74,7 @@ _plan: _Plan | None = None  # of the present pass; a scheduler runs its passes i
 def _shared(key_buffer: Tensor, inputs: tuple[Tensor, ...], make: Callable[[], tuple]) -> _Plan:
     """Return the plan of the present pass, which its layers share.
 
-    make  returns the last arguments of `_Plan`, from `rows` on; called by the first layer only
+    make  returns the last arguments of `_Plan`, from `rows` on; called by the first layer of a pass only
     """
     global _plan
     if _plan is None or not _plan.serves(key_buffer, inputs):
@@ -209,7 +211,7 @@ def extend_attention_cpu(
     _refuse(tree_mask is not None, not is_causal)
     batch = len(extend_lens)
     total = query.shape[0]
-    # All requests have equally many new tokens: nothing is padded.
+    # Whether all requests have equally many new tokens, so that no query is padded.
     uniform = batch * max_extend_len == total
 
     def make() -> tuple:
@@ -227,6 +229,7 @@ def extend_attention_cpu(
             ).long()
         return rows, mask, query_rows
 
+    # No plan is shared here: every layer makes the rows and the mask anew, one request at a time.
     if not uniform and batch * max_extend_len * int(seq_lens.max()) > _MAX_PADDED_PAIRS:
         for i in range(batch):
             first, length, end = int(extend_start[i]), int(extend_lens[i]), int(seq_lens[i])

@@ -1,9 +1,10 @@
 """Compute in plain torch what SGLang's CPU engine calls in `sgl_kernel`, with the same names and arguments.
 
 The operators cover chain drafting: with another topk than 1 SGLang runs without its adaptive drafts, and `rlspec
-serve` then ends. Attention is in `attention.py`. The operators here work on the whole batch at once. No sglang is
-imported. Signatures follow the call sites in sglang 0.5.23: `mem_cache/allocation.py`,
-`kernels/ops/speculative/*.py`, `kernels/ops/sampling/murmur_hash.py`, `layers/attention/intel_amx_backend.py`.
+serve` then ends. So no function here checks `topk`. Attention is in `attention.py`. The operators here work on the
+whole batch at once. `stand_ins.install` puts them where SGLang calls them. No sglang is imported. Signatures follow the
+call sites in sglang 0.5.23: `mem_cache/allocation.py`, `kernels/ops/speculative/*.py`,
+`kernels/ops/sampling/murmur_hash.py`, `layers/attention/intel_amx_backend.py`.
 
 Shapes: B requests, K = num_steps + 1 verified tokens. `req_to_token [pool, max_context]` maps (request slot, position)
 to a row of the KV cache. `req_pool_indices [B]` are the requests' slots; ranges start[i]..end[i] exclude the end.
@@ -30,7 +31,10 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Write the cache rows `out_cache_loc` to positions start[i]..end[i] of every request, request after request."""
+    """Write the cache rows `out_cache_loc` to positions start[i]..end[i] of every request, request after request.
+
+    `out_cache_loc` may be longer than all ranges together: its rest is not used.
+    """
     places = _places(req_pool_indices, start, end)
     req_to_token[places] = out_cache_loc[: len(places[0])].to(req_to_token.dtype)
 
@@ -43,7 +47,7 @@ def assign_extend_cache_locs_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Read the cache rows of positions start[i]..end[i] of every request into `out_cache_loc`: the reverse."""
+    """Do the reverse of `assign_req_to_token_pool_cpu`: read the cache rows of these positions into `out_cache_loc`."""
     places = _places(req_pool_indices, start, end)
     out_cache_loc[: len(places[0])] = req_to_token[places].to(out_cache_loc.dtype)
 
@@ -139,7 +143,7 @@ def verify_tree_greedy_cpu(
     batch, nodes = candidates.shape
     # cumprod is 0 from the first draft on that differs, so the sum counts the drafts before it.
     accepted = (candidates[:, 1:] == target_predict[:, :-1]).cumprod(1).sum(1)
-    node = torch.arange(accept_index.shape[1])
+    node = torch.arange(accept_index.shape[1])  # 0 is the last accepted token, which is always kept
     flat = torch.arange(batch)[:, None] * nodes + node
     accept_index.copy_(torch.where(node <= accepted[:, None], flat, -1))
     predicts.copy_(target_predict.reshape(-1))

@@ -1,7 +1,8 @@
 """Let SGLang's CPU engine multiply by packed weights, where `sgl_kernel`, which packs them itself, is not installed.
 
 `embedded/packed.py` keeps a packed copy of each matrix. All copies are dropped after everything that writes into
-weights: SGLang's loaders write through `.data`, which torch does not count as a change, so a copy would stay old.
+weights (`WRITERS`): SGLang's loaders write through `.data`, which torch does not count as a change, so a copy would
+stay old.
 """
 
 from __future__ import annotations
@@ -74,4 +75,5 @@ def _head(
 
 
 def _forget(returned: Any, *args: Any, **kwargs: Any) -> None:
+    """Drop all packed copies after a method of `WRITERS`. Returns None, so that SGLang keeps the method's result."""
     _packed_weights.forget()

@@ -1,4 +1,7 @@
-"""Read the bodies of our routes, run commands in the scheduler, and answer every error with one sentence."""
+"""Read the bodies of our routes, run commands in the scheduler, and answer every error with one sentence.
+
+`routes.py` and `weight_routes.py` call these functions in the event loop of SGLang's HTTP process.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ async def parsed(request: Request, model: type[Body]) -> Body:
 async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """Run a command of `scheduler/control.py` in every scheduler, and merge the answers of data-parallel ranks.
 
-    `arguments` are the command's keyword arguments, of JSON types; none is named `command`.
-    Raises Refusal with a scheduler's error.
+    Raises Refusal with a scheduler's error. Other data-parallel ranks may then have run the command.
+
+    arguments  the command's keyword arguments, of JSON types; none is named `command`, which the message uses
     """
     message = DumperControlReqInput(method=METHOD, body=arguments | {"command": command})
     results = await manager().dumper_control(message)
@@ -46,6 +50,8 @@ async def run_command(command: str, arguments: dict[str, Any]) -> dict[str, Any]
 
 def command_handler(command: str, schema: type[Body]) -> Handler:
     """Return the handler of a route that runs a command in the scheduler.
+
+    schema  of the command, in `schemas.COMMANDS`
 
     A field that the body leaves out is not passed on, so the defaults are those of the command in `control.py`.
     """
@@ -75,7 +81,10 @@ def internal_error(error: Exception) -> str:
 
 
 def errors_as_json(handler: Handler) -> Handler:
-    """Turn every exception of a handler into a JSON object with one sentence."""
+    """Wrap a handler: every exception of it becomes a JSON object with one sentence.
+
+    Not those of a streamed body, which is made after the handler has returned: `routes._lines` treats its own.
+    """
 
     async def answer(request: Request) -> Response:
         try:

@@ -1,4 +1,8 @@
-"""Check the options of `rlspec serve`: address, options without effect, model directories. SGLang is not imported."""
+"""Check the options of `rlspec serve`: address, options without effect, model directories. SGLang is not imported.
+
+`serve.main` calls `check` first, then `installed_sglang` and `dtype_of`. What is wrong is said here in one line, as
+ConfigError, and not by SGLang minutes later.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from megatron_rlspec.models.headers import DTYPES, read_headers, read_object
 from megatron_rlspec.rollout.sglang.scheduler import versions
 from megatron_rlspec.rollout.sglang.settings import KEY
 
-# Options that act with drafts only, by their names in the parser of `serve.py`.
+# Options that have an effect only with drafts, by their names in the parser of `serve.py`.
 _OF_DRAFTS = (
     "num_steps",
     "candidate_steps",
@@ -60,8 +64,10 @@ def check(options: argparse.Namespace, default: Callable[[str], object]) -> None
     """Check address, options and model directories. Raises ConfigError.
 
     Two things are changed: `options.model` and `options.draft_model` become local directories, and this process's
-    environment gets the variables that an EAGLE-3 drafter needs.
+    environment gets the variables that an EAGLE-3 drafter needs. So call it before SGLang starts, and before
+    `serve.arguments_for` reads the directories.
 
+    options  of `serve.parser`, with the API key filled in
     default  returns the default of an option of `serve.parser`
     """
     _check_address(options)
@@ -77,15 +83,18 @@ def check(options: argparse.Namespace, default: Callable[[str], object]) -> None
 
 
 def _check_effects(options: argparse.Namespace, default: Callable[[str], object]) -> None:
-    """Raise ConfigError for an option that differs from its default and that the other options leave without effect."""
-    useless = {}  # option -> the option that leaves it without effect
+    """Raise ConfigError for an option that differs from its default and that the other options leave without effect.
+
+    An option that the user gave with its default value passes.
+    """
+    useless = {}  # option -> the option that leaves it without effect; a later reason replaces an earlier one
     if options.drafts == "argmax":
         useless["ragged"] = "--drafts argmax"
     if options.verifier != "position_keyed":
         useless |= dict.fromkeys(("drafts", "ragged"), f"--verifier {options.verifier}")
     if options.spec == "fixed":
         useless |= dict.fromkeys(("candidate_steps", "ragged"), "--spec fixed")
-    if options.spec == "off":  # replaces the reasons above: without drafts none of them matters
+    if options.spec == "off":  # last and alone: without drafts none of the reasons above matters
         useless = dict.fromkeys(_OF_DRAFTS, "--spec off")
     for name, cause in useless.items():
         if getattr(options, name) != default(name):
@@ -121,6 +130,7 @@ def _check_drafter(options: argparse.Namespace, target: Mapping[str, Any]) -> No
         drafter = check_drafter(options.draft_model, target, options.model)
     except CheckpointError as error:
         raise ConfigError(f"{given}: {error}") from None
+    # Only where the user has set no value.
     for name, value in environment_of(drafter, target).items():
         os.environ.setdefault(name, value)
 

@@ -1,6 +1,8 @@
 """Guard every route, SGLang's included: require the API key, and let no page of another site read an answer.
 
 Both functions change how the application builds its middleware, so they work only before the server starts.
+`routes.add_routes` calls `close_to_other_sites` for every server with the plugin. `serve._launch` calls `require_key`
+if `rlspec serve` has a key; SGLang's own server checks its key itself.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ def require_key(app: FastAPI, key: str) -> Callable[[], None]:
     SGLang's own check is not used: it keeps the key where /server_info and its log show it, and fails with a traceback
     on a token that is not ASCII. During its start SGLang calls its own route /freeze_gc without a key. Call the
     returned function once, after the start (`serve._launch`): from then on that route needs the key, too.
+
+    key  not empty, printable ASCII (`checks._check_address`)
     """
     original = app.build_middleware_stack
     expected = key.encode()

@@ -23,6 +23,7 @@ from megatron_rlspec.rollout.sglang.settings import KEY, VARIABLE, Settings
 _LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
 _ADAPTIVE_FILE = "rlspec-adaptive.json"
 # Project -> how its command line states an environment variable, and an option of SGLang: both with name and value.
+# The shell turns \' into a quote for Hydra, which then reads a text and not a number or a dictionary.
 _FORMS = {
     "verl": (
         "+ray_kwargs.ray_init.runtime_env.env_vars.{}=\\'{}\\'",
@@ -60,12 +61,18 @@ def for_project(
 ) -> str:
     """Return the settings, one a line, with which verl or miles starts its engines with drafts.
 
-    Only options of drafts and of sampling are printed; the project sets the others itself. The arguments are those of
-    `shell_commands`, without words of the user's own (`serve._device_of_printed` refuses them).
+    Shell lines that write the file of step counts come first. Of SGLang's options only those of drafts and of sampling
+    are printed; the project sets the others itself.
+
+    project  one of PROJECTS
+
+    The other arguments are those of `shell_commands`, without words of the user's own (`serve._device_of_printed`
+    refuses them).
     """
     variable_form, option_form = _FORMS[project]
     lines = _adaptive_file(slots)
     lines += [variable_form.format(name, value) for name, value in _environment(settings).items()]
+    # An MTP drafter. With an EAGLE-3 drafter the value is EAGLE3, and all options stay in `engine_kwargs`.
     mtp = project == "verl" and "--speculative-algorithm=EAGLE" in arguments
     if mtp:
         lines += [_VERL_MTP.format(name, True) for name in ("enable", "enable_rollout")]
@@ -74,6 +81,7 @@ def for_project(
         name, _, value = argument.removeprefix("--").partition("=")
         if not name.startswith(("speculative-", "sampling-")):
             continue
+        # Before "-" becomes "_" below: `_IN_VERL_MTP` has SGLang's names.
         form = _VERL_MTP if mtp and name.endswith(_IN_VERL_MTP) else option_form
         if project == "verl":  # Hydra: Python names, and a value even for a flag
             name = name.replace("-", "_")

@@ -2,8 +2,8 @@
 
 SGLang calls `register` in its main process, whose HTTP server gets our routes (`routes.py`) however it was launched,
 and in every scheduler process. The variable is 1 for the defaults, or JSON with fields of `settings.Settings`:
-`{"verifier": "position_keyed", "num_steps": 3}`. Without `num_steps` a rule chooses. It begins with the costs that the
-model's config.json implies, and corrects them by the engine's own rounds.
+`{"verifier": "position_keyed", "num_steps": 3}`. Without `num_steps` a rule chooses. The rule begins with the costs
+that the model's config.json implies, and corrects them by the engine's own rounds.
 
 SGLang finds `register` by the entry point `sglang.srt.plugins` in pyproject.toml. This module imports nothing heavy at
 its top, because every SGLang server of this Python environment imports it, also those without the variable.
@@ -89,7 +89,11 @@ def _register(settings: Settings) -> None:
 
 
 def _refuse_options(engine: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """End a server with options that adaptive speculation cannot be combined with, before it starts its processes."""
+    """End a server with options that adaptive speculation cannot be combined with, before it starts its processes.
+
+    A hook of kind BEFORE: it gets the arguments of SGLang's `Engine._launch_subprocesses`. It must return None, because
+    anything else would replace these arguments.
+    """
     from megatron_rlspec.rollout.sglang.settings import why_refused
 
     if server_args.speculative_adaptive and (reason := why_refused(server_args)):

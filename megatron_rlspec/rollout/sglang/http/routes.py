@@ -37,7 +37,7 @@ from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import ended
 
 PROGRESS_TOKENS = 64  # between two lines of a sample that is being generated
-# Samples of one request; between two such portions the server answers other requests.
+# After so many samples of one request are started, the event loop first turns to the server's other work.
 STARTED_AT_ONCE = 64
 _sglang = versions.installed()
 logger = logging.getLogger(__name__)
@@ -76,7 +76,9 @@ def _position_keyed() -> bool:
 
 
 def _finish_of_begun(sample: schemas.RequestBody) -> dict[str, Any] | None:
-    """Return SGLang's `finish_reason` of a sample that its `begun` tokens end already; None if it goes on.
+    """Return SGLang's `finish_reason` of a sample that its `begun` tokens have ended; None if it goes on.
+
+    `begun` has at least one token.
 
     Raises Refusal if it cannot go on here.
     """
@@ -253,6 +255,7 @@ async def abort(request: Request) -> JSONResponse:
     return JSONResponse({})
 
 
+# Path below /rlspec/ -> what answers a POST there.
 ROUTES: dict[str, Handler] = {
     # One route for each command of `scheduler/control.py` that clients may give.
     **{
@@ -273,6 +276,8 @@ ROUTES: dict[str, Handler] = {
 
 def add_routes(app: FastAPI) -> None:
     """Add our routes, and refuse other sites' pages, which SGLang would let in (`guard`).
+
+    Call it once, before the server starts: `plugin._add_routes` does.
 
     They are added one by one and not as a router: SGLang's metrics read the attribute `path` of every route, and an
     included router has none.

@@ -89,6 +89,7 @@ _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def parser() -> Parser:
+    """Return the parser of our own options. `parsed` leaves all others to SGLang; `checks.py` checks the values."""
     p = Parser(
         prog="rlspec serve",
         description=__doc__.split("\n")[0].partition(": ")[2],
@@ -221,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
             )
     printed = options.print or options.project
     device = _device_of_printed(options, rest) if printed else _device(options.device)
-    installed_sglang()
+    installed_sglang()  # raises ConfigError if no SGLang fits, before anything is printed or loaded
     if options.dtype == "auto":
         options.dtype = dtype_of(options.model)
     arguments, settings, slots = arguments_for(options, device)
@@ -288,7 +289,10 @@ def _device_of_printed(options: argparse.Namespace, rest: list[str]) -> str:
 
 @cache
 def _scratch() -> Path:
-    """Return the directory of this engine's sockets and files. It is removed however the process ends."""
+    """Return the directory of this engine's sockets and files. It is removed however the process ends.
+
+    The first call forks (`scratch.remove_at_end`). `main` makes it early if a launcher started this process.
+    """
     directory = scratch.current()  # made by `client/launcher.py`, if that started this process
     if directory is None:
         directory = scratch.make()
@@ -516,7 +520,10 @@ def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> N
 
 
 def _name_shared_memory(directory: Path) -> None:
-    """Let SGLang name its shared memory after our directory: `scratch.remove` finds both by that name."""
+    """Let SGLang name its shared memory after our directory: `scratch.remove` finds both by that name.
+
+    Call it once, before SGLang's server starts.
+    """
     from sglang.srt.server_args import PortArgs
 
     original = PortArgs.init_new
@@ -563,7 +570,7 @@ def _wait_until_listening(client: SGLangEngine) -> bool:
 
     while True:
         try:
-            client.post("nothing")
+            client.post("nothing")  # a path without a route
         except RefusedError:
             break  # the route does not exist, but the server answered
         except EngineError:

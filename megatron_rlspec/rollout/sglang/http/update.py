@@ -38,7 +38,8 @@ class Update:
 class WeightsState:
     """Whether an engine's weights are one version.
 
-    `mark_sent`, `end` and `abandon` take the open update, as `update_of` returned it. They do not check it.
+    The order of an update is `begin`, `mark_sent` for each bucket, then `end` or `abandon`. `mark_sent`, `end` and
+    `abandon` take the open update, as `update_of` returned it. They do not check it.
 
     update     the open update; None if there is none
     why_mixed  why nothing may be generated: an unfinished update left a mixture of versions; "" if none did
@@ -98,13 +99,17 @@ class WeightsState:
             )
         if reason:
             self.abandon(update, reason)
+            # Without a mixture, because nothing was sent, `why_mixed` is "".
             raise Refusal(409, self.why_mixed or reason)
         self.update = None
         self._unsettled.clear()
         self.why_mixed = ""
 
     def abandon(self, update: Update, why: str) -> None:
-        """End an update unfinished. The weights are then a mixture if a tensor was sent; `why_mixed` says `why`."""
+        """End an update unfinished. The weights are then a mixture if a tensor was sent; `why_mixed` says `why`.
+
+        If no tensor was sent, `why_mixed` stays: an earlier mixture remains one.
+        """
         self.update = None
         if update.sent:
             self.why_mixed = (

@@ -78,6 +78,7 @@ class _Memory:
         try:
             yield piece[:size]
         finally:
+            # Another body may have given a piece back meanwhile: the larger one is kept.
             if self._free.numel() < piece.numel() <= _MAX_KEPT_BYTES:
                 self._free = piece
 
@@ -87,9 +88,11 @@ _memory = _Memory()
 # Held while schedulers work on an update, so that requests of two clients never mix. No body is read under it: a slow
 # client would keep others from beginning an update.
 _lock = asyncio.Lock()
+# Set also after an update that left a mixture: `generate` then refuses at once.
 _no_update_open = asyncio.Event()
 _no_update_open.set()
-_served: list[ServedTensors] = []  # the answer of `_served_tensors`, once it was asked; at most one
+# The answer of `_served_tensors`; [] until it was asked. Two equal ones if two first buckets came at once.
+_served: list[ServedTensors] = []
 
 
 async def wait_until_may_generate() -> None:
@@ -107,7 +110,10 @@ async def wait_until_may_generate() -> None:
 
 @asynccontextmanager
 async def _open_update(request: Request) -> AsyncIterator[Update]:
-    """Hold the lock, and return the open update that the query's `session` names. Raises Refusal without one."""
+    """Hold the lock, and yield the open update that the query's `session` names. Raises Refusal if there is none.
+
+    Read the request's body before: no body may be read under the lock.
+    """
     query = parse_query(schemas.SessionQuery, request.query_params)
     async with _lock:
         yield weights.update_of(query.session)
@@ -297,7 +303,7 @@ async def _loaded(
 
 
 async def _served_tensors() -> ServedTensors:
-    """Return what the engine holds. The scheduler is asked once, since names and shapes never change."""
+    """Return the tensors that the engine holds. The scheduler is asked once: names and shapes never change."""
     if not _served:
         answer = await run_command("shapes", {})
         drafter = frozenset(answer["drafter"])
