@@ -2,8 +2,9 @@
 
 Types are strict: `true` is no integer, `2.0` is no integer, "2" is no number. Imports neither torch nor SGLang.
 
-The limits protect the engine's process. docs/http-api.md documents the fields; `client/engine.py` and
-`client/transport.py` write them.
+The limits protect the engine's process. docs/http-api.md documents the fields. `client/engine.py` and
+`client/transport.py` write the bodies; `http/bodies.py`, `http/routes.py` and `http/weight_routes.py` have them checked
+here.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class RequestBody(Strict):
     """One sample to generate.
 
     input_ids  the prompt's tokens
+    id         the client's own, distinct within a `GenerateBody`
     begun      tokens of the response that were sampled before; `max_new_tokens` counts them
     """
 
@@ -169,6 +171,7 @@ class JoinBody(Strict):
     address, port  of the trainer's store
     size           ranks in the group
     first          this engine's first rank
+    backend        of torch.distributed; the trainer's side has the same
     group          a new name. Its beginning is `GROUP_PREFIX` of `scheduler/protect.py`, which limits how long a
                    scheduler waits in such groups only
     """
@@ -265,7 +268,7 @@ def check_batch(body: GenerateBody, vocabulary: int, context: int, reserved: int
 
 def _check_tokens(place: str, tokens: list[int], vocabulary: int) -> None:
     """Raise Refusal for the first token id out of range; `place` names the list in its sentence."""
-    # The fast path for long lists.
+    # Faster than the loop below, and enough for a list without a mistake.
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary):
         return
     for i, token in enumerate(tokens):

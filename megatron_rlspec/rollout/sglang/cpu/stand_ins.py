@@ -18,7 +18,8 @@ import torch
 
 from megatron_rlspec.rollout.sglang.cpu import operators as cpu_ops
 
-# The first tells SGLang that it runs on a CPU. Without the second torch compiles for tens of seconds at first batches.
+# SGLANG_USE_CPU_ENGINE tells SGLang that it runs on a CPU. Without TORCHDYNAMO_DISABLE torch compiles for tens of
+# seconds at the first batches.
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 

@@ -331,7 +331,7 @@ def arguments_for(
 
 
 def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
-    """Return SGLang's command line for plain decoding."""
+    """Return SGLang's options for plain decoding. Those of drafts are `_drafter_arguments`."""
     arguments = [
         f"--model-path={options.model}",
         f"--host={options.host}",
@@ -485,6 +485,10 @@ def _install_stand_ins() -> None:
 def _launch(options: argparse.Namespace, device: str, arguments: list[str]) -> None:
     """Import SGLang, change what our engine needs changed, and run its server until the process ends.
 
+    The environment must be complete (`main`): SGLang and its processes read it from here on.
+
+    arguments  all of SGLang's options, the user's own at the end
+
     Raises ConfigError if SGLang cannot be imported.
     """
     try:
@@ -537,9 +541,9 @@ def _name_shared_memory(directory: Path) -> None:
 
 
 def _fork_children() -> None:
-    """Fork SGLang's processes. A spawned one imports SGLang again: half of the start-up.
+    """Make SGLang fork its processes. A spawned process would import SGLang again, which is half of the start-up.
 
-    Not on a GPU: importing SGLang initialises CUDA, which a forked process cannot use.
+    Not for a GPU: importing SGLang initialises CUDA, which a forked process cannot use.
     """
     from sglang.srt.entrypoints import engine
 
