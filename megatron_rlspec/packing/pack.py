@@ -1,10 +1,12 @@
 """Pack samples into micro-batches: balanced over data-parallel ranks, shifted, then split for context parallelism.
 
-Every rank calls `pack` with all samples of the optimizer step and takes its share, so nothing is communicated. All
-ranks must therefore compute the same bins and counts. Tokens are shifted on whole sequences before the split. The
-denominators of the losses do not depend on DP, CP or packing. `types.PackedBatch` describes the result.
+Every rank calls `pack` (`run/batches.py`) with all samples of the optimizer step and takes its share, so nothing is
+communicated. All ranks must therefore compute the same bins and counts: nothing here may depend on a rank, but for the
+share that is returned. Tokens are shifted on whole sequences before the split. The denominators of the losses do not
+depend on DP, CP or packing. `types.PackedBatch` describes the result.
 
-L: tokens of one sample; T: tokens of a micro-batch. A column is a field of all samples, as one tensor `[L]` for each.
+L: tokens of one sample; T: tokens of a micro-batch. A column is a field of all samples, as one tensor `[L]` for each
+sample.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from megatron_rlspec.types import PackedBatch, Sample
 
 Aggregation = Literal["token", "sample", "constant"]
 # To predict the acceptance of a coupled draft at a position, every token of the vocabulary is hashed. To save time, a
-# step predicts it at about PREDICTED_TOKENS tokens only, on all ranks together, with a standard error of 0.6 %: at the
-# first positions of each WINDOW of a micro-batch.
+# step predicts it at about PREDICTED_TOKENS tokens only, on all ranks together: at the first positions of each WINDOW
+# positions of a micro-batch. The standard error of an acceptance rate is then at most 0.5 / √8192 = 0.6 %.
 PREDICTED_TOKENS = 8192
 WINDOW = 1024
 
@@ -75,7 +77,8 @@ def pack(
     # The padded length decides where a sample is cut. It must not depend on the other samples of the batch, because
     # `_rows_in` needs the same cuts in `drafter_part`.
     sample_unit = 1 if cp_size == 1 else batch_unit
-    padded_lengths = [-(-length // sample_unit) * sample_unit for length in lengths]
+    padded_lengths = [-(-length // sample_unit) * sample_unit for length in lengths]  # rounded up
+    # rounded down, so that a micro-batch that is filled up to `batch_unit` stays within the limit
     budget = tokens_per_micro_batch // batch_unit * batch_unit
     bins = partition(padded_lengths, budget, dp_size)
     columns = _columns(samples, lengths, advantages, drafter_weights)
@@ -89,6 +92,7 @@ def pack(
     counts = _counts(columns, lengths, depth, aggregation, constant_length)
     # indices of the samples that the drafter learns from
     learnt_samples = {i for i, weight in enumerate(columns["drafter_weight"]) if bool(weight.any())}
+    # without token 0 of a sample, which nothing predicts
     learnt_tokens = sum(float(columns["mask"][i][1:].sum()) for i in learnt_samples)
 
     micro_batch = partial(
@@ -103,6 +107,7 @@ def pack(
         cp_rank=cp_rank,
     )
     batches = []
+    # every `dp_size`-th bin, so that all data-parallel ranks have equally many micro-batches, of similar loads
     for chosen in bins[dp_rank::dp_size]:
         batch = micro_batch(chosen)
         # decided by all samples of the step, so that either all batches of all ranks have a part or none has
@@ -123,7 +128,8 @@ def predicted_positions(total: int, step_tokens: float) -> Tensor:
     `cotrainer/fields.py` uses it, too.
     """
     wanted = WINDOW * PREDICTED_TOKENS / max(1.0, step_tokens)
-    first = max(32, math.ceil(wanted))  # some of every window, however large the step is
+    # at least 32 positions of every window, however large the step is
+    first = max(32, math.ceil(wanted))
     return torch.arange(total) % WINDOW < first
 
 
@@ -134,8 +140,8 @@ def partition(
 ) -> list[list[int]]:
     """Put the indices of `lengths` into balanced bins whose lengths add up to at most `budget` in each.
 
-    The number of bins is a multiple of `multiple_of`. For `pack` a bin is a micro-batch, an item a sample, and
-    `multiple_of` the data-parallel size.
+    The number of bins is a multiple of `multiple_of`, also without items. For `pack` a bin is a micro-batch, an item a
+    sample, and `multiple_of` the data-parallel size.
 
     Items are placed in order of falling length, each into the emptiest bin. If one does not fit there, all are placed
     again, into `multiple_of` more bins. Equal lengths and loads are ordered by index, so that all ranks get the same
@@ -148,7 +154,7 @@ def partition(
             f"sample {order[0]} takes {lengths[order[0]]} tokens, but a micro-batch holds {budget}: "
             "raise tokens_per_micro_batch or lower the maximum length"
         )
-    least = max(1, math.ceil(sum(lengths) / max(budget, 1)))
+    least = max(1, math.ceil(sum(lengths) / max(budget, 1)))  # bins, if they could all be filled
     bins_needed = math.ceil(least / multiple_of) * multiple_of
     while True:
         heap = [(0, i) for i in range(bins_needed)]  # (load, bin), the emptiest first
@@ -233,9 +239,9 @@ def _counts(
     nothing = torch.zeros(0)  # without samples there is nothing to join
     mask = torch.cat([nothing, *columns["mask"]])
     weight = torch.cat([nothing, *columns["drafter_weight"]])
-    no_tokens = torch.zeros(len(mask), dtype=torch.int64)
+    no_tokens = torch.zeros(len(mask), dtype=torch.int64)  # only the masks are read
     _, _, masks = drafter_targets(no_tokens, mask, cu, depth)
-    drafter = []
+    drafter = []  # by depth
     for trained in masks:
         total = (weight.double() * trained).sum()
         drafter.append(float(total) or 1.0)
@@ -258,8 +264,8 @@ def _counts(
 def _rows_in(batch: PackedBatch, part: PackedBatch) -> Tensor:
     """Return int64 `[t]`: the row in `batch` of each of the t positions of `part`; 0 for padding.
 
-    `part` has some of the batch's samples. Both have them in the same order, and on this rank the same tokens of them:
-    see `_micro_batch`. So the n-th real token of `part` is the n-th token of these samples in `batch`.
+    `part` has some of the batch's samples. Both batches have these samples in the same order, and on this rank the same
+    tokens of them: see `_micro_batch`. So the n-th real token of `part` is the n-th token of these samples in `batch`.
     """
     rows = torch.zeros(len(part.tokens), dtype=torch.int64)
     real = part.sequence_ids >= 0
@@ -281,7 +287,8 @@ def _micro_batch(
 ) -> PackedBatch:
     """Place the chosen samples one after the other, shift, and return this rank's share.
 
-    chosen          indices of samples, ascending; empty: the batch is padding only
+    chosen          indices of samples, ascending, because `_rows_in` needs one order; empty: the batch is padding only
+    columns         of all samples of the step, by field
     padded_lengths  of all samples of the step
     learnt_tokens   tokens that the drafter learns from in the step
 

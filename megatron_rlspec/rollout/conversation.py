@@ -1,6 +1,6 @@
 """Samples of several turns: a function that the user wrote talks to the engine, a tool and an environment.
 
-The function gets a `Conversation` (rollout.function = module:function). It asks the policy for a reply, appends what a
+The option `rollout.function` names the function. It gets a `Conversation`, asks the policy for a reply, appends what a
 tool or the environment answers, and goes on. All turns of a conversation make one `Sample`: replies are trained, all
 other tokens have loss mask 0. `examples/calculator/` is a worked example. slime's counterpart is its custom generate
 function (slime/rollout/sglang_rollout.py, `--custom-generate-function-path`).
@@ -35,16 +35,18 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 1024  # conversations that run at once; the others wait for a thread
 LONGEST_TOKEN = 1024  # characters; no tokenizer is known that has a longer one
-LOOK_SECONDS = 1.0  # between two checks of how long functions have run
+# between two checks of how long functions have run, and between two aborts after a failure
+LOOK_SECONDS = 1.0
 
 
 class Conversation:
     """One sample while it is generated: what the user's function gets. Its public fields are the user's interface.
 
-    `reply` and `append` raise RuntimeError while a reply in another thread is not finished.
+    `reply` and `append` raise RuntimeError while a reply in another thread is not finished. `sample` is for
+    `Conversations`, not for the user.
 
     prompt     the task, with `label` and `metadata`
-    sampling   as the run samples; `max_new_tokens` bounds all tokens after the prompt
+    sampling   the run's sampling; `max_new_tokens` bounds all tokens after the prompt, replies or not
     tokenizer  of the model
     text       everything after the prompt
     finished   whether the last reply ended with the model's end-of-sequence token, a stop token or a stop string
@@ -66,8 +68,8 @@ class Conversation:
         self._request = request
         self._draw = draw
         self._keyed = keyed
-        self._status: Status = "truncated"
-        self._turns = 0
+        self._status: Status = "truncated"  # of the last reply; this is the sample's status, too
+        self._turns = 0  # replies that engines have finished
         # Three lists of one length, with an entry for each token after the prompt.
         self._tokens: list[int] = []
         self._trained: list[bool] = []
@@ -75,8 +77,8 @@ class Conversation:
         self._versions: list[tuple[int, int]] = []  # (version, index of its first token)
         self._accepted: list[int] = []  # as `Sample.accepted`
         self._drafted: list[tuple[int, int]] = []  # as `Sample.accepted_spans`
-        # For `Conversations`: since when the function runs, by time.monotonic(). None while an engine replies, and
-        # after the end: the engine's time does not count as the function's.
+        # For `Conversations`: since when the function runs, by time.monotonic(). None while an engine replies, because
+        # the engine's time does not count as the function's, and after the function has ended.
         self._since: float | None = time.monotonic()
 
     @property
@@ -93,14 +95,14 @@ class Conversation:
         stop_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
     ) -> str:
-        """Let the policy continue and return its text; "" if no token may follow.
+        """Let the policy continue, and return the text of this reply; "" if no token may follow.
 
         The reply ends with the model's end-of-sequence token, one of `stop_token_ids`, the token that completes one of
         the strings `stop` or of `rollout.stop`, after `max_new_tokens`, or where nothing remains.
         """
         self._check_alone()
         # `operator.index` refuses floats with a TypeError here, in the user's line, and takes integers of numpy
-        most = self.remaining
+        most = self.remaining  # tokens of this reply
         if max_new_tokens is not None:
             most = min(operator.index(max_new_tokens), most)
         stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -115,7 +117,8 @@ class Conversation:
             self._status = "truncated"
             return ""
         so_far = np.array([*self.prompt.tokens, *self._tokens], np.int64)
-        # Of a fixed width, because no id may be a prefix of another (`types.Request`): this holds for 10,000 turns.
+        # The number of the turn has a fixed width, because no id may be a prefix of another (`types.Request`). Four
+        # digits are enough for 10,000 turns.
         name = f"{self._request.id}-t{self._turns:04d}"
         prompt = replace(self.prompt, tokens=so_far)
         turn = Request(name, prompt, self._seed())
@@ -142,6 +145,7 @@ class Conversation:
         if self._keyed or not self._turns:
             return seed
         sequence = np.random.SeedSequence((seed, self._turns))
+        # seeds of requests are below 2³¹, as those of `noise.seed_of`
         return int(sequence.generate_state(1)[0]) & 0x7FFF_FFFF
 
     def append(self, text: str) -> None:
@@ -159,7 +163,10 @@ class Conversation:
         self._logprobs += [0.0] * len(ids)
 
     def _check_alone(self) -> None:
-        """Raise RuntimeError while an engine replies: tokens added now would stand before a reply made without them."""
+        """Raise RuntimeError while an engine replies.
+
+        Tokens added now would stand before that reply, which is made without them.
+        """
         if self._since is None:
             raise RuntimeError(
                 "a reply to this conversation goes on in another thread; expected one turn at a time"
@@ -182,7 +189,7 @@ class Conversation:
         self._accepted = pooled([self._accepted, drawn.accepted]).tolist()
 
     def sample(self) -> Sample:
-        """Return the sample of all turns.
+        """Return the sample of all turns so far, with `loss_mask` 1 on the replies only.
 
         `policy_versions` must cover all tokens (`packing/pack.py` checks it). So tokens that the policy did not write
         get the version of the reply before them, or of the first reply.
@@ -205,10 +212,10 @@ class Conversation:
 
 
 class Conversations:
-    """Generates samples of several turns, each in a thread.
+    """Generates samples of several turns, each in a thread. `run/generation.py` calls `draw`.
 
-    running  ids of the turns that engines generate now, as the keys of a dict
-    seconds  that a function may run between two replies, and before the first and after the last one
+    running  ids of the turns that engines generate now, as the keys of a dict; other threads read copies of it
+    seconds  that a function may run between two replies, and before the first and after the last reply
     keyed    whether the verifier is position-keyed; otherwise every turn of a sample has a seed of its own
     """
 
@@ -229,8 +236,9 @@ class Conversations:
         self._keyed = keyed
         self._open: dict[int, Conversation] = {}  # by the index of the request in `draw`
         self._failure: BaseException | None = None  # the first one; it ends all conversations
-        # Set by a failure, by time.monotonic(): from then on `draw` waits for no conversation that is left.
+        # Set by a failure, by time.monotonic(): from this time on `draw` waits for no conversation that is left.
         self._give_up_at = 0.0
+        # guards `_failure`, and what a lost engine changes in the pool
         self._lock = threading.Lock()
 
     def draw(
@@ -281,7 +289,7 @@ class Conversations:
                 settled = len(samples) + len(stuck) >= len(requests)
                 if settled or time.monotonic() > self._give_up_at:
                     break
-                self._abort()  # again: some may not have reached their engine
+                self._abort()  # again: some turns may not have reached their engine at the first abort
         if self._failure is not None:
             raise self._failure
         return [samples[index] for index in range(len(requests))]
@@ -303,7 +311,7 @@ class Conversations:
         sampling: Sampling,
         on_sample: Callable[[Sample], None],
     ) -> Sample:
-        """Hold one conversation and return its sample; after a failure, what there is of it."""
+        """Hold one conversation and return its sample; after a failure, the sample as far as it goes."""
         conversation = Conversation(
             request,
             sampling,
@@ -370,7 +378,7 @@ class Conversations:
     def _reply(self, request: Request, sampling: Sampling) -> Sample:
         """Generate one turn. If its engine is lost, another one continues it. Raises Unwound after any failure.
 
-        `_fail` gets the failure itself. This is the `draw` of a `Conversation`, in its thread.
+        `_fail` gets the failure itself. A `Conversation` calls this as its `draw`, in its thread.
         """
         self.running[request.id] = None
         try:
@@ -394,7 +402,7 @@ class Conversations:
                         for begun in error.begun.values():
                             self._pool.continued_tokens += len(begun.response)
                         self._pool.drop(name, error)
-        except EngineError as error:  # no engine is left, or none takes the request
+        except EngineError as error:  # no engine is left, or an engine refuses the request
             self._fail(error)
         finally:
             del self.running[request.id]

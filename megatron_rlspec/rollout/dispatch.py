@@ -1,6 +1,6 @@
-"""One `generate` of an `EnginePool`: which engine gets which requests, and what becomes of those it gives back.
+"""One `generate` of an `EnginePool`: which engine gets which requests, and what becomes of requests that come back.
 
-`rollout/pool.py` has a picture of it.
+`rollout/pool.py` has a picture of it. Which engines there are, and what follows when one fails, is the pool's matter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_rlspec.types import Partial, Request, Sample, Sampling
 
 # Seconds between two aborts of the same requests: some may not have reached their engine at the first one.
 ABORT_AGAIN = 0.2
-# is called with (id, the request to continue or None): see `Dispatch.claim`
+# A mover's callback, called with an id and the request to continue, or None: see `Dispatch.claim`.
 Returned = Callable[[str, Request | None], None]
 
 
 class Pool(Protocol):
-    """What a `Dispatch` needs of the pool; `EnginePool` says what each means."""
+    """What a `Dispatch` needs of the pool, as a Protocol: `pool.py` imports this file. `EnginePool` explains each."""
 
     max_in_flight: int
     can_continue: bool
@@ -51,12 +51,14 @@ class Dispatch:
 
     waiting     groups of requests that no engine has, the next first
     samples     the samples that have ended, by id
-    load        by engine, how many unfinished requests of this `generate` it has; not kept up for a lost one
+    load        by engine, how many unfinished requests of this `generate` it has; for a lost engine the number is not
+                kept up, and nothing reads it
     running     the engine and the requests of each call that has not been collected
     assigned    by id, the engine that generates a request, and the request as it was sent
     claimed     by id, the callback of the mover that has claimed a request
     resumed     requests that `resume` continues, with the engine to continue on
-    aborted     ids of requests that the caller aborted before they had ended
+    aborted     ids of requests that the caller of `generate` aborted before they had ended. After a failure of
+                `finish`: all ids
     has_failed  whether `finish` has failed: failed calls return no samples, so nothing can be claimed any more
     wake_up     is set after every change that `finish` must react to
     """
@@ -91,18 +93,23 @@ class Dispatch:
         self.wake_up.set()  # the first turn of `finish` distributes
 
     def finish(self) -> list[Sample]:
-        """Generate all samples, and return them in the order of their requests. Raises EngineError and RequestError."""
+        """Generate all samples, and return them in the order of their requests. Call it once.
+
+        Raises EngineError if no engine is left, RequestError if an engine refuses a request, what `fail` was given, and
+        any other error of an engine's `generate`. When it raises, all calls have ended.
+        """
         # Each call blocks one thread, and has at least one request.
         with ThreadPoolExecutor(max(1, len(self.requests))) as threads:
             try:
                 while not self._ended():
                     # with a limit while aborts may have to be repeated
                     self.wake_up.wait(ABORT_AGAIN if self.aborted else None)
-                    # before the work: what happens meanwhile sets it again
+                    # before the work: a change during the work sets the event again, and gets another turn
                     self.wake_up.clear()
                     if self.failure is not None:
                         raise self.failure
                     self._abort_again()
+                    # in this order: what failed calls give back, and what movers bring, is distributed in this turn
                     self._collect()
                     self._start_resumed(threads)
                     self._distribute(threads)
@@ -135,10 +142,14 @@ class Dispatch:
         groups: dict[int, list[Request]] = {}
         for request in requests:
             groups.setdefault(request.prompt.id, []).append(request)
-        self.waiting.extendleft(reversed(groups.values()))  # `extendleft` turns the order round
+        # at the head: these requests may have begun, and are older than what waits. `extendleft` reverses the order
+        self.waiting.extendleft(reversed(groups.values()))
 
     def _least_loaded(self) -> str | None:
-        """Return the engine that gets the next group; None if all have `max_in_flight` requests or more."""
+        """Return the engine that gets the next group; None if there is none, or all have `max_in_flight` or more.
+
+        The caller holds the lock, which guards `load`.
+        """
         limit = self.pool.max_in_flight
         engines = list(self.pool.engines)  # another thread may drop one
         free = [name for name in engines if not limit or self.load[name] < limit]
@@ -164,9 +175,13 @@ class Dispatch:
                 self._start(threads, engine, requests)
 
     def _start_resumed(self, threads: ThreadPoolExecutor) -> None:
-        """Start what `resume` has brought. If its engine is lost or a request is aborted, it goes back to the queue."""
+        """Start the requests that `resume` has brought.
+
+        If their engine is lost, or one of them is aborted, they go to the head of the queue instead, where aborted ones
+        end.
+        """
         while self.resumed:
-            # Under one lock, so that `on_engine` always sees these requests.
+            # Under one lock, so that `on_engine` sees these requests at any time: in `resumed`, then in `assigned`.
             with self.lock:
                 engine, requests = self.resumed.popleft()
                 aborted = any(request.id in self.aborted for request in requests)
@@ -185,7 +200,7 @@ class Dispatch:
         assignments = {request.id: (name, request) for request in requests}
         with self.lock:
             self.assigned.update(assignments)
-        engine = self.pool.engines.get(name)
+        engine = self.pool.engines.get(name)  # None: dropped since the caller looked
 
         def generate() -> list[Sample]:
             if engine is None:
@@ -203,14 +218,15 @@ class Dispatch:
     ) -> Callable[[Sample], None]:
         """Return the `on_sample` of one call. The engine calls it from its own threads.
 
-        assignments  by id, the engine and the request: the same tuples as in `assigned`
+        assignments  by id, the engine and the request: the same tuple objects as in `assigned`, by which a late sample
+                     of an earlier call is told from one of this call
         """
 
         def end(sample: Sample) -> None:
             id = sample.request_id
             engine, request = assignments[id]
             with self.lock:
-                # The sample is late: the call has failed before, and another call has this request now.
+                # The sample is late: its call has failed before, and the request was requeued, or another call has it.
                 if self.assigned.get(id) is not assignments[id]:
                     return
                 del self.assigned[id]
@@ -246,7 +262,7 @@ class Dispatch:
             engine, requests = self.running.pop(future)
             try:
                 future.result()
-            except RequestError:  # the next engine would refuse it, too
+            except RequestError:  # the next engine would refuse the request, too
                 raise
             except EngineError as error:
                 self.pool.drop(engine, error)
@@ -262,7 +278,7 @@ class Dispatch:
             for request in requests:
                 if self.assigned.get(request.id) == (engine, request):
                     del self.assigned[request.id]
-                    # An engine whose samples others cannot continue states no `begun`, so `can_continue` is not asked.
+                    # Not asked here: `can_continue`. Where it is False, errors of engines have no `begun`.
                     begun = error.begun.get(request.id, request.partial)
                     unfinished.append(replace(request, partial=begun))
         self._end_claims([request.id for request in unfinished])
@@ -271,7 +287,7 @@ class Dispatch:
         return unfinished
 
     def _requeue(self, requests: Sequence[Request]) -> None:
-        """Put requests to the head of the queue. Aborted ones end instead, with the tokens that they have."""
+        """Put requests to the head of the queue. Aborted ones end instead, with the tokens of their `partial`."""
         with self.lock:
             aborted = [request for request in requests if request.id in self.aborted]
             self._enqueue([request for request in requests if request.id not in self.aborted])
@@ -298,7 +314,7 @@ class Dispatch:
             self.abort_at = time.monotonic() + ABORT_AGAIN
             waiting = [request for group in self.waiting for request in group]
             self.waiting.clear()
-        # also if none waited: it wakes `finish`, which waits with a limit from now on
+        # Also if none waited: `_requeue` wakes `finish`, which from now on waits for `ABORT_AGAIN` at most.
         self._requeue(waiting)
 
     def _abort_again(self) -> None:
@@ -322,7 +338,7 @@ class Dispatch:
                     engines[name].abort(sorted(ids))
 
     def _abort_all(self) -> None:
-        """Abort the requests that still run, until their calls have ended: this `generate` has failed."""
+        """Abort the requests that still run, until their calls have ended: `finish` has failed, and calls this."""
         self.aborted.update(request.id for request in self.requests)
         self._abort_aborted()
         # again, because some requests may not have reached their engine
@@ -344,13 +360,13 @@ class Dispatch:
         return unfinished
 
     def claim(self, engine: str, ids: Iterable[str], returned: Returned) -> list[str]:
-        """Claim running samples of an engine, to move them. The mover then aborts them on that engine.
+        """Claim running samples of an engine, to move them. The mover then aborts them on that engine. Any thread.
 
-        returned  is called once for each claimed id, from an engine's thread or that of `finish`. It gets the request
-                  to continue, or None if the sample has ended or the engine is lost. The mover must hand every such
-                  request to `resume`, or call `fail`: `finish` waits for its sample
+        returned  is called once for each claimed id, without the lock, from an engine's thread or that of `finish`. It
+                  gets the request to continue, or None if the sample has ended or the engine is lost. The mover must
+                  hand every request that it gets to `resume`, or call `fail`: `finish` waits for that request's sample
 
-        Returns the claimed ids. The other ids are not on this engine, or claimed already.
+        Returns the claimed ids. The other ids are not on this engine, or claimed already, or `finish` has failed.
         """
         claimed: list[str] = []
         with self.lock:
@@ -376,7 +392,10 @@ class Dispatch:
             returned(id, None)
 
     def resume(self, requests: Sequence[Request], engine: str) -> None:
-        """Continue claimed samples on an engine, or on another one if that is lost. Called from a mover's thread."""
+        """Continue claimed samples on an engine, or on another one if that engine is lost. From a mover's thread.
+
+        requests  those that `claim`'s callback got, each once; without any, this does nothing
+        """
         if not requests:
             return
         with self.lock:

@@ -1,7 +1,9 @@
 """Partial rollouts: a step ends with its batch, and the groups that it has begun go on in the next one.
 
 slime's counterpart is `--partial-rollout` (slime/rollout/sglang_rollout.py). Here a group goes on for at most
-`rollout.partial` steps. Then the step waits for it, so that no response is thrown away because it is long.
+`rollout.partial` steps. Then the step waits for the group, so that no response is thrown away because it is long.
+
+This file decides when a batch is full and which groups are in it. `run/generation.py` generates, scores and aborts.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from megatron_rlspec.types import Group, OpenGroup, Partial, Request, Sample
 class Drawing:
     """The groups of one rollout, while they are generated. `run/generation.py` uses it for every rollout.
 
-    groups  those that began in earlier steps first, the oldest of them at the head
-    wanted  groups of a batch
+    groups  those that began in earlier steps first, the oldest of them at the head. No two of their requests may have
+            the same id
+    wanted  number of groups of a batch
     oldest  the oldest policy version that the next step may train on: groups with older tokens must end in this step.
             Infinity: every group that has a token must end in this step
-    usable  whether a complete group may be trained on (dynamic sampling)
+    usable  whether a complete group may be trained on (dynamic sampling). It is called often, also under the lock, and
+            must give the same answer each time
 
     Only `add` and `requests` may be called while engines generate. Afterwards `run/generation.py` calls
     `store_partials` and `drop_unusable`, and once `batch`.
@@ -44,7 +48,10 @@ class Drawing:
         self.begin(groups)
 
     def begin(self, groups: Iterable[OpenGroup]) -> None:
-        """Add copies of these groups, whose requests have ids of their own. The caller's groups stay as they are."""
+        """Add copies of these groups. The caller's groups stay as they are. Not while engines generate.
+
+        No request may have the id of one that was added before.
+        """
         for given in groups:
             group = OpenGroup(list(given.requests), list(given.samples))
             self.groups.append(group)
@@ -63,7 +70,10 @@ class Drawing:
 
     @property
     def full(self) -> bool:
-        """Return whether the rollout can end: a batch is complete, and so are all groups too old for the next step."""
+        """Return whether the rollout can end: a batch is complete, and so are all groups too old for the next step.
+
+        It takes no lock: `add` calls it under the lock, and `run/generation.py` when no engine generates.
+        """
         if self._ready < self._wanted:
             return False
         for group in self.groups:
@@ -88,7 +98,11 @@ class Drawing:
             return True
 
     def _count(self, group: OpenGroup) -> None:
-        """Count a group if it is ready. Called once after each change, so that none counts twice."""
+        """Add 1 to `_ready` if this group may be trained on.
+
+        Call it once when the group is added, and once after each new sample: a complete group gets no further sample,
+        so no group counts twice.
+        """
         if self._may_train(group):
             self._ready += 1
 
@@ -96,7 +110,10 @@ class Drawing:
         return group.complete and self._usable(group.group())
 
     def store_partials(self, aborted: Iterable[Sample]) -> None:
-        """Store the tokens of aborted samples in their requests, which the next step continues."""
+        """Store the tokens of aborted samples in their requests, which the next step continues.
+
+        Requests of samples without a token stay as they are, and begin anew.
+        """
         begun = {}
         for sample in aborted:
             if len(sample.response):
@@ -107,14 +124,16 @@ class Drawing:
                     group.requests[i] = replace(request, partial=begun[request.id])
 
     def drop_unusable(self) -> None:
-        """Drop complete groups that may not be trained on. Their ids stay known to `add`."""
+        """Drop complete groups that may not be trained on. `add` still knows their ids, and may be called with them."""
         self.groups = [g for g in self.groups if not g.complete or self._may_train(g)]
 
     def batch(self) -> tuple[list[Group], list[OpenGroup]]:
-        """Return the groups of the batch, and those for the next step, in order.
+        """Return the groups of the batch, and those for the next step, in order. The batch has at most `wanted` groups.
 
-        A group that the next step would be too late for begins anew there. Call `drop_unusable` first: complete groups
-        that may not be trained on would go to the next step. Call `store_partials` first: other tokens are lost.
+        A group with tokens too old for the next step begins anew there.
+
+        Call `store_partials` first: without it, the tokens of aborted samples are lost. Call `drop_unusable` first:
+        without it, complete groups that may not be trained on go to the next step.
         """
         batch: list[Group] = []
         for_next_step: list[OpenGroup] = []
@@ -131,9 +150,11 @@ class Drawing:
 def mask_continued(samples: Sequence[Sample]) -> None:
     """Set the loss mask of each sample to 0, in place, on the tokens of all policy versions but its newest.
 
-    The version of the last span is taken for the newest.
+    The version of the last span is taken for the newest: versions never fall within a sample. This is the option
+    `rollout.mask_offpolicy`.
     """
     for sample in samples:
+        # a view: what is written to it changes the sample
         response_mask = sample.loss_mask[sample.prompt_len :]
         for version, first, last in sample.policy_versions:
             if version < sample.policy_versions[-1][0]:

@@ -26,7 +26,7 @@ Mode = Literal["none", "disaggregated", "colocated"]
 
 @dataclass(frozen=True)
 class GpuLayout:
-    """Which GPUs have what. GPUs are named as in CUDA_VISIBLE_DEVICES: by number or UUID.
+    """Which GPUs of this node have what. GPUs are named as in CUDA_VISIBLE_DEVICES: by number or UUID.
 
     mode          "none": nothing is placed, as on a machine without GPUs
     train         GPUs of the trainer ranks, by local rank; empty where nothing is trained (`commands/answer.py`)
@@ -50,7 +50,10 @@ class GpuLayout:
         return self.mode == "colocated"
 
     def environment(self, engine: int) -> dict[str, str]:
-        """Return the environment variables to add for the process of the engine with this index."""
+        """Return the environment variables to add for the process of the engine with this index in `engines`.
+
+        If nothing is placed, there are none, and any index is allowed.
+        """
         if not self.engines:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.engines[engine])}
@@ -67,7 +70,11 @@ def count_parameters(tensors: Any) -> tuple[int, int]:
 
 
 def devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
-    """Return the names of the `count` GPUs that this process sees: from CUDA_VISIBLE_DEVICES, or else their numbers."""
+    """Return the names of the GPUs that this process sees: from CUDA_VISIBLE_DEVICES, or else their numbers from 0.
+
+    count  how many GPUs torch finds. Names behind that are dropped: CUDA_VISIBLE_DEVICES may list GPUs that are not
+           there. 0: ()
+    """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in given.split(",")] if given else [str(i) for i in range(count)]
     return tuple(names[:count])
@@ -87,7 +94,7 @@ def place(
     engines  number of engines, each on `tensor` GPUs
     mode     "auto": colocated if every GPU has a rank, else disaggregated
 
-    The layout has no memory yet: `with_memory` fills it in.
+    The layout's fields about memory are still 0: `with_memory` fills them in.
     """
     if not gpus:
         return GpuLayout()
@@ -125,6 +132,7 @@ def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:
 
     SGLang gives all GPUs the same number of query heads. With more GPUs than key and value heads it copies these.
     """
+    # a config.json without heads passes: there is nothing to compare
     heads = int(hf_config.get("num_attention_heads", tensor))
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
     if heads % tensor:
@@ -140,7 +148,11 @@ def check_heads(hf_config: Mapping[str, Any], tensor: int) -> None:
 def with_memory(
     layout: GpuLayout, gpu: int, trainer: RankMemory, engine: EngineMemory
 ) -> GpuLayout:
-    """Fill in the memory of the engines. Raises ConfigError if GPUs of `gpu` bytes do not hold a rank or an engine.
+    """Return the layout with the memory of the engines. Raises ConfigError if a GPU does not hold a rank or an engine.
+
+    gpu      bytes of one GPU's memory
+    trainer  what one trainer rank needs, by estimate
+    engine   what one engine needs, by estimate
 
     Colocated, each side must leave room for what the other keeps: a rank keeps weights, and the optimizer unless it is
     offloaded, while engines generate; a sleeping engine keeps CUDA graphs and buffers of its attention.
@@ -148,6 +160,7 @@ def with_memory(
     room = step_room(gpu, engine if layout.colocated else None)
     check_rank(trainer, room, "a trainer rank, by estimate,")
     share = engine_share(engine, gpu, trainer.between_steps if layout.colocated else None)
+    # An engine with GPUs of its own takes all that its share holds. On shared GPUs the estimate is the limit.
     tokens = share.kv_tokens if layout.colocated else 0
     return replace(
         layout,

@@ -1,13 +1,14 @@
 """Several engines as one: the registry of a run's engines, by name, and `generate` over all of them.
 
-    generate(requests)                                            one `Dispatch`, until every request has its sample
-      groups of one prompt ──► waiting ──► the engine with the fewest ──► engine.generate, in a thread
-                                  ▲                                               │ each sample that ends
-                                  │                                               ▼
-    left over by a lost engine ───┘          `resume` of what `claim` took ◄── finished ──► samples, on_sample
+    generate(requests): one `Dispatch`, until every request has its sample
+
+      groups of one prompt ──► waiting ──► the engine with the fewest requests ──► engine.generate, in a thread
+                                  ▲                                                   ▲                  │
+      requests of a lost engine ──┘           `resume`, by a mover ───────────────────┘                  ▼
+                                              samples that a mover claimed and aborted ◄── a sample ends ──► on_sample
 
 Pushes, checks and moves ask the pool for its engines. They change the set by `add` and `drop` only. Any thread may drop
-one, so code that iterates over `engines` copies it first.
+an engine, so code that iterates over `engines` copies it first.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ class EnginePool:
     lost              is called with the name of each engine that failed, from the thread that saw the failure
     can_continue      whether the engines take samples that have begun; otherwise samples that are moved or aborted
                       begin anew
-    balance           a context around every `generate`, which may move its samples through `Dispatch`; None: nothing
-                      moves them. `extensions/migration/wiring.py` sets it
+    balance           is called with the `Dispatch` of each `generate`; the context that it returns is held around that
+                      call, and may move its samples. None: nothing moves them. `extensions/migration/wiring.py` sets it
     continued_tokens  tokens of lost engines' samples that other engines continued from; `Dispatch` and `Conversations`
-                      add them, and `run/rollouts.py` takes differences
+                      add them, and `run/rollouts.py` takes differences. No lock is common to all that add, so it can
+                      miss some: for metrics only
     failures          by name, why engines failed, until `take_failures`
 
     A request that an engine refuses as malformed ends `generate` with RequestError, and the engine stays. An engine
-    that fails is closed and left out from then on. Its unfinished requests continue on the others, from what is known
-    of them. When no engine is left, `generate`, `drop` and `check` raise EngineError.
+    that fails is closed and left out from then on. Its unfinished requests continue on the others, from the tokens
+    of `EngineError.begun`; those without any begin anew. When no engine is left, `generate`, `drop` and `check` raise
+    EngineError.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class EnginePool:
         self.max_in_flight = max_in_flight
         self._lost = lost
         self.can_continue = can_continue
+        # one for each `generate` that runs; their threads change it: iterate over a copy
         self._running: list[Dispatch] = []
         self.balance: Callable[[Dispatch], AbstractContextManager] | None = None
         self.continued_tokens = 0
@@ -82,6 +86,7 @@ class EnginePool:
     ) -> list[Sample]:
         """Generate one sample per request, in their order. `on_sample` is called once per request, from any thread.
 
+        No requests give []. A lost engine's requests do not fail the call while another engine is left.
         Several threads may call, with different ids: an engine refuses an id that it already has. Raises EngineError if
         no engine is left, RequestError if an engine refuses a request, and ValueError if two requests have one id.
         """
@@ -97,8 +102,11 @@ class EnginePool:
             self._running.remove(run)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests, or all. Their `generate` returns what they have, with status "aborted"."""
-        # The queues first, so that no waiting request starts on an engine after the abort there.
+        """End these requests, or all. Their `generate` returns what they have, with status "aborted".
+
+        Any thread may call it. Ids that no `generate` has do nothing. It does not wait for the samples to end.
+        """
+        # The queues first: a waiting request must not start on an engine that was told to abort it before.
         for run in list(self._running):
             run.abort(request_ids)
         for engine in list(self._engines.values()):
@@ -106,13 +114,14 @@ class EnginePool:
                 engine.abort(request_ids)
 
     def close(self) -> None:
+        """Close all engines. They stay in `engines`."""
         for engine in list(self._engines.values()):
             engine.close()
 
     def drop(self, name: str, error: EngineError) -> None:
-        """Close a failed engine and leave it out from now on. Raises EngineError if none is left.
+        """Close a failed engine and leave it out from now on. Raises EngineError if none is left then.
 
-        Several threads may report one failure: only the first has an effect.
+        Any thread may call it. Several may report one failure: only the first has an effect.
         """
         with self._dropping:
             engine = self._engines.pop(name, None)
@@ -128,7 +137,7 @@ class EnginePool:
         self.check()
 
     def take_failures(self) -> dict[str, str]:
-        """Return and forget why engines failed, by name."""
+        """Return why engines failed since the last call, by name, and forget it."""
         with self._dropping:
             failures = self.failures
             self.failures = {}
@@ -140,7 +149,7 @@ class EnginePool:
             raise EngineError(f"no engine is left; the last one failed with: {self._last_failure}")
 
     def add(self, name: str, engine: RolloutEngine) -> None:
-        """Add an engine, between two rollouts. It must get the others' weights before the next one.
+        """Add an engine, between two rollouts. The engine must get the others' weights before the next rollout.
 
         No engine of the pool may have this name: it would be replaced without being closed.
         """

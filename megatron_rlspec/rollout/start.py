@@ -38,13 +38,16 @@ from megatron_rlspec.types import SpecConfig, Verifier
 
 # SGLang's mem-fraction-static if the layout does not state the engine's share of a GPU's memory.
 UNPLACED_MEM_FRACTION = 0.7
-# An engine has at least this many seconds to start: a short rollout.timeout_seconds, which finds a hung engine soon, is
-# too short for this.
+# An engine has at least this many seconds to start. A short rollout.timeout_seconds finds an engine that hangs soon,
+# but would end engines that are still loading.
 LEAST_STARTUP = 600.0
 
 
 class StartingEngines(Protocol):
-    """The engines of a run, on rank 0: `launch`, then `wait`, once each. `run/engines.py` calls `again` and `close`."""
+    """The engines of a run, on rank 0: `launch`, then `wait`, once each. `run/engines.py` calls `again` and `close`.
+
+    With `rollout.urls` there is nothing to launch, and `wait` alone is enough (`commands/answer.py`).
+    """
 
     @property
     def restartable(self) -> Collection[str]:
@@ -62,8 +65,9 @@ class StartingEngines(Protocol):
     def again(self, name: str, number: int) -> RolloutEngine:
         """Launch an engine in place of the lost engine `name`, with the weights of `model.path`.
 
-        Blocks until it answers. `number` counts the run's restarts and names its log. Raises EngineError if it does
-        not start.
+        Blocks until the new engine answers. Raises EngineError if it does not start.
+
+        number  the number of this start, from 1, over all engines of the run; the name of its log has it
         """
 
     def close(self) -> None:
@@ -71,7 +75,7 @@ class StartingEngines(Protocol):
 
 
 class Kind(NamedTuple):
-    """One kind of engines, as two functions.
+    """One kind of engines, as two functions. `run/loading.py`, `run/session.py` and `commands/answer.py` call them.
 
     start   for rank 0: (config, run directory, layout) -> engines that are not launched yet. Raises ConfigError if no
             engine answers at one of `rollout.urls`
@@ -156,18 +160,19 @@ class ServedEngines:
 
     def again(self, name: str, number: int) -> RolloutEngine:
         process = self._launch(name, f".{number}")
-        # This runs in a thread of `Restarts`. `close` may have come before the new process was in `_processes`.
+        # This runs in a thread of `Restarts`. If `close` ran before the new process was in `_processes`, nobody else
+        # would end this process.
         if self._closed:
             process.close()  # `_connected` then raises EngineError
         return self._connected(process)
 
     def close(self) -> None:
-        self._closed = True
+        self._closed = True  # first: `again` looks at it after it has entered its process
         for process in self._processes.values():
             process.close()
 
     def _attach(self, url: str) -> RolloutEngine:
-        """Connect to a running engine. Raises ConfigError if no engine answers at `url`, or with other options.
+        """Connect to a running engine. Raises ConfigError if none answers at `url`, or it was started otherwise.
 
         What SGLang fixes when it starts must be as the configuration says.
         """
@@ -194,7 +199,10 @@ class ServedEngines:
         return engine
 
     def _launch(self, name: str, suffix: str = "") -> EngineProcess:
-        """Start the process of an engine in the background. `suffix` keeps a restart from writing to the first log."""
+        """Start the process of an engine in the background, in place of an earlier process of that name.
+
+        suffix  of the log's name, so that a restart does not write to the first start's log
+        """
         log = self._logs / f"{name}{suffix}.log"
         self._processes[name] = launch(
             self._config.model.path,
@@ -220,6 +228,9 @@ def check_served_speculation(
 ) -> None:
     """Raise ConfigError for a running engine with another verifier, or with numbers of drafts that are not candidates.
 
+    `ServedEngines` and `CoTrainer` (`cotrainer/cotrainer.py`) call it.
+
+    described        what the engine's `describe` returned
     candidate_steps  numbers of drafts among which the rule chooses; None: no rule chooses
     """
     if verifier != described["verifier"]:
@@ -238,7 +249,8 @@ def check_served_speculation(
 def check_served_drafter(described: Mapping[str, Any], model: str, drafter: str) -> None:
     """Raise ConfigError for an engine whose drafter reads other layers or drafts other tokens.
 
-    An engine fixes both when it starts, and no push changes them.
+    An engine fixes both when it starts, and no push changes them. `ServedEngines`, `CoTrainer` and the rollout of
+    `integrations/slime/` call it.
 
     described  what engines' `describe` returned, by URL. Its "eagle3" is compared: layers that the drafter reads, and a
                hash of its tokens (`engine.EngineDescription`)
@@ -277,7 +289,7 @@ def initial_learning(config: Config, hf_config: Mapping[str, Any]) -> Learning:
         ragged=spec.ragged,
     )
     if config.drafter.train and spec.drafts == "coupled" and config.keyed:
-        # until the trainer predicts another one
+        # until the trainer predicts another sharpness
         learning.sharpness = sharpness_of(hf_config)
     return learning
 
@@ -310,9 +322,10 @@ def _best_transport(config: Config, layout: GpuLayout) -> str:
 
 
 def _can_read_memory_of_rank_0(layout: GpuLayout) -> bool:
-    """Return whether the cards of all engines can read the memory of rank 0's card.
+    """Return whether the cards of all engines can read the memory of rank 0's card, where a push packs its buckets.
 
-    An engine opens it though the card is not among its own: CUDA opens handles of cards that a process does not see.
+    An engine need not see rank 0's card: CUDA opens handles of cards that a process does not see. But this process must
+    see all cards, because it asks torch about each pair.
     """
     visible = devices(os.environ, torch.cuda.device_count())
     first = layout.train[0]
@@ -350,6 +363,7 @@ def embedded(config: Config, kind: type[EmbeddedEngine] = EmbeddedEngine) -> Any
             config=config.spec.config(),
             candidates=[SpecConfig.of(k) for k in config.spec.candidate_steps],
             max_running_requests=config.rollout.max_running_requests,
+            # 0: the engine's own default
             max_total_tokens=config.rollout.max_total_tokens or 65536,
             max_length=config.model.max_length,
             draft_words=words(tensors, hf_config) if DRAFTER in hf_config else None,
@@ -385,7 +399,7 @@ def engine_arguments(config: Config, layout: GpuLayout) -> list[str]:
             options["draft-model"] = config.drafter.path
     if layout.engines:
         options["tp"] = len(layout.engines[0])
-    # not on a machine without GPUs, where SGLang runs on the CPU
+    # The share is of a GPU's memory: without GPUs SGLang runs on the CPU, and keeps its own default.
     if layout.engines or torch.cuda.is_available():
         options["mem-fraction-static"] = layout.mem_fraction or UNPLACED_MEM_FRACTION
     arguments = []

@@ -1,4 +1,4 @@
-"""The KV cache: one slot per token, and the rows and prefixes that hold the slots.
+"""The KV cache of an embedded engine: one slot per token, and the rows and prefixes that hold the slots.
 
 The slot of a token x_p at position p stores
 
@@ -8,9 +8,11 @@ The slot of a token x_p at position p stores
 
 The last committed token of a sample is *pending*: it is known, but the target has not run on it yet. Every round runs
 the target on it, together with the drafts. A GRPO group shares the slots of its prompt, except that of the prompt's
-last token: that one is the first pending token of each sample.
+last token: this token is the first pending token of each sample.
 
-`extensions/migration/embedded/` (`move.py`, `retile.py`) also reads and writes these fields.
+`scheduler.py` opens and closes rows, and `rounds.py` reads and advances them. `move.py` and `retile.py` in
+`extensions/migration/embedded/` also read and write these fields. Only one thread at a time may use a cache: nothing
+here takes a lock.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ SPARE = 16  # columns that get slots before they are needed, so that few rounds 
 
 
 class Prefix:
-    """A prompt without its last token, shared by all running samples that start with it.
+    """A prompt without its last token, shared by all rows of that prompt. `Cache` counts these rows in `users`.
 
     key     the bytes of `tokens`: the prefix's key in `Cache.prefixes`
     tokens  [P - 1] int64, for a prompt of P tokens
@@ -44,7 +46,8 @@ class Prefix:
 class Cache:
     """Rows of running samples, with token ids and slots by column, over one pool of slots.
 
-    Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts.
+    Column c of a row is position c of the sample. Columns after the sample's last token are scratch space for drafts:
+    their keys may be old, and masks hide them.
 
     rows     how many samples can have a row at once
     columns  of a row: tokens of the longest sample, and drafts behind them
@@ -85,13 +88,14 @@ class Cache:
         self.tokens = np.zeros((rows, columns), np.int64)
         self.slots = np.zeros((rows, columns), np.int64)
         self.length = np.zeros(rows, np.int64)  # committed tokens, the pending one included
-        # As in `Prefix`, and at least the prefix's length, even while the prefix itself is not computed.
+        # Columns with keys, as in `Prefix`. The row's own begin behind its prefix, so both numbers are at least the
+        # prefix's length, even while the prefix itself is not computed: ask the `Prefix` for that.
         self.computed = np.zeros(rows, np.int64)
         self.drafted = np.zeros(rows, np.int64)
         self.slotted = np.zeros(rows, np.int64)  # columns [0, slotted) have a slot
 
     def take(self, count: int) -> np.ndarray:
-        """Take `count` free slots. The caller has checked that `left` is not less."""
+        """Take `count` free slots, [count] int64. The caller has checked that `left` is not less."""
         self.left -= count
         # a copy, because `give` overwrites this part of the stack
         return self.free[self.left : self.left + count].copy()
@@ -102,11 +106,12 @@ class Cache:
         self.left += len(slots)
 
     def open(self, tokens: np.ndarray, prompt_len: int, columns: int = 0) -> int | None:
-        """Take a row for a sample of these tokens [L], of which `prompt_len` are the prompt's.
+        """Take a row for a sample of these tokens [L], of which `prompt_len` are the prompt's. Returns its number.
 
         The row gets the slots of its prefix, and slots for columns [0, `columns`). Returns None, and takes nothing, if
         a row or slots are lacking. `prompt_len` is at least 1, and the sample fits into the columns of a row:
-        `Scheduler.check` and `ActiveRequest.limit` see to that.
+        `Scheduler.check` and `ActiveRequest.limit` see to that. Before its first round the row needs
+        `RoundRunner.seat`.
         """
         if not self.free_rows:
             return None
@@ -125,7 +130,7 @@ class Cache:
         self.slots[row, : len(shared)] = prefix.slots
         self.length[row] = len(tokens)
         self.slotted[row] = self.computed[row] = len(shared)
-        self.drafted[row] = max(len(shared), 1)
+        self.drafted[row] = max(len(shared), 1)  # column 0 has no pair
         if not self.ensure_slots(row, columns):
             self.close(row)  # undoes all of the above
             return None
@@ -134,14 +139,14 @@ class Cache:
     def ensure_slots(self, row: int, columns: int) -> bool:
         """Give slots to columns [0, columns) of a row, and to up to SPARE more as far as slots are free.
 
-        Returns False if too few slots are free; the row is then unchanged.
+        Columns that have a slot keep it. Returns False if too few slots are free; the row is then unchanged.
         """
         first = int(self.slotted[row])
         missing = columns - first
         if missing <= 0:
             return True
         spare = min(SPARE, self.columns - columns, self.left - missing)
-        if spare < 0:
+        if spare < 0:  # `left` is less than `missing`: `columns` never exceeds `self.columns`
             return False
         slots = self.take(missing + spare)
         last = first + len(slots)
@@ -153,19 +158,20 @@ class Cache:
         """Append to each row the first `accepted [B]` + 1 of the target's tokens [B, 1 + k]. The last one is pending.
 
         Accepted drafts equal these tokens, so the verify pass has already written their keys. Keys of refused drafts
-        stay in the slots behind; masks hide them until a later pass overwrites them.
+        stay in the slots behind; masks hide them until a later pass overwrites them. The rows must be different ones.
         """
         length = self.length[rows]
         index = np.arange(tokens.shape[1])
         committed = index <= accepted[:, None]
         columns = length[:, None] + index
+        # row after row, the order of `tokens[committed]`
         row_of_token = np.repeat(rows, accepted + 1)
         self.tokens[row_of_token, columns[committed]] = tokens[committed]
         self.computed[rows] = length + accepted
         self.length[rows] = length + accepted + 1
 
     def close(self, row: int) -> None:
-        """Make a row free again, and the slots that no other row shares."""
+        """Make a row in use free again, and the slots that no other row shares. Once for each `open`."""
         prefix = self.prefix.pop(row)
         first = len(prefix.tokens)
         self.give(self.slots[row, first : self.slotted[row]])
@@ -177,9 +183,9 @@ class Cache:
         self.free_rows.append(row)
 
     def clear(self) -> None:
-        """Zero the contents. No row is in use then.
+        """Zero keys, values and hidden states. Call it while no row is in use: rows would go on with wrong keys.
 
-        A NaN that bad weights left in a masked key would spread, because NaN × 0 is NaN.
+        New weights need it: a NaN that bad weights left in a masked value would spread, because NaN × 0 is NaN.
         """
         for tensor in (self.hidden, *self.kv):
             tensor.zero_()
@@ -194,9 +200,13 @@ class Cache:
     ) -> ForwardPlan:
         """Plan a forward over columns [B, T] of B samples. Their columns [0, L) are in the slots `read [B, L]`.
 
-        Attention is causal over columns. `valid [B, T]` marks columns that are not padding; None: all. The N tokens of
-        the forward are the valid ones, row after row: the caller selects token ids with the same `valid`. With
-        `drafter`, positions are one less and column 0 is masked, because it has no pair.
+        Attention is causal over columns: a token sees the keys of its own column and of those before it.
+
+        columns  int64, each below L; padding repeats any valid column of its row
+        drafter  the forward is the drafter's: positions are one less, and column 0 is masked, because it has no pair.
+                 All columns are then at least 1
+        valid    [B, T], which columns are not padding; None: all. The N tokens of the forward are the valid ones, row
+                 after row: the caller selects token ids with the same `valid`
         """
         length = read.shape[1]
         keys = torch.arange(length, device=read.device)
@@ -218,7 +228,8 @@ class Cache:
             padded_index = torch.from_numpy(np.flatnonzero(valid)).to(read.device)
             write = write[padded_index]
             positions = positions[padded_index]
-        positions = positions.clamp_(min=0)  # -1 would index the last row of `cos`
+        # -1 would index the last row of `cos`. In place: a column itself is never negative, so none changes.
+        positions = positions.clamp_(min=0)
         return ForwardPlan(
             self.model.cos[positions],
             self.model.sin[positions],

@@ -1,4 +1,8 @@
-"""What chooses the configuration of an embedded engine's next round: a fixed one, a rule, or a hold."""
+"""Choose the configuration of an embedded engine's next round: a fixed one, a rule's, or `OFF` while held.
+
+`embedded/engine.py` calls this, and sets `held`. `extensions/migration/embedded/engine.py` also sets `chosen` and
+`rule`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,14 @@ from megatron_rlspec.types import OFF, SpecConfig
 class ConfigChoice:
     """What `RolloutEngine.set_config`, `set_spec_rule`, `hold` and `release` set. Callers hold the engine's lock.
 
-    Under tensor parallelism all ranks must set the same: they choose a round each by itself, and run it together.
+    Under tensor parallelism all ranks must set the same: each rank chooses the next round by itself, and all ranks run
+    it together. With different configurations their collectives would not match.
 
-    candidates  what a rule chooses among if it names none
-    held        the reason of `hold`; "" if speculation is not held
-    chosen      what was set last. A hold hides it and does not change it
-    rule        the last rule set; a configuration may have replaced it since
+    candidates  configurations that a rule chooses among if it names none
+    held        the reason given to `RolloutEngine.hold`; "" if speculation is not held
+    chosen      the configuration or rule that was set last, also while it is held
+    rule        the rule that was set last, from which the next rule inherits; None: no rule was set yet. Not in use
+                while `chosen` is a configuration
     """
 
     def __init__(self, model: Decoder, candidates: Sequence[SpecConfig]) -> None:
@@ -36,18 +42,19 @@ class ConfigChoice:
         return OFF if self.held else self.chosen
 
     def set_config(self, config: SpecConfig) -> None:
-        """Run this configuration in every later round. Raises EngineError."""
+        """Run this configuration in every later round. Raises EngineError, as `check`, and then changes nothing."""
         self.check([config])
         self.chosen = config
 
     def set_rule(self, data: Mapping[str, Any]) -> None:
         """Set a rule, by the JSON of `RolloutEngine.set_spec_rule`. Raises EngineError, and ValueError as `from_json`.
 
-        It takes over limits and times of rounds from the rule before it (`SpecRule.inherit`).
+        The new rule takes over limits and times of rounds from the last one (`SpecRule.inherit`). After an error
+        nothing has changed.
         """
         own_candidates = [config.to_json() for config in self.candidates]
         rule_data = {"candidates": own_candidates, **data}
-        # `EmbeddedEngine.set_spec_rule` has taken it; `from_json` refuses fields that it does not know
+        # `EmbeddedEngine.set_spec_rule` reads the sharpness. `from_json` refuses it, as every field it does not know.
         rule_data.pop("sharpness", None)
         rule = SpecRule.from_json(rule_data)
         self.check(rule.candidates)
@@ -56,7 +63,7 @@ class ConfigChoice:
         self.chosen = self.rule = rule
 
     def report(self) -> dict[str, Any]:
-        """Return and reset `SpecRule.report`; {} without a rule. A held rule still reports."""
+        """Return and reset `SpecRule.report`; {} if a fixed configuration is set. A held rule still reports."""
         return {} if isinstance(self.chosen, SpecConfig) else self.chosen.report()
 
     @property
@@ -66,18 +73,19 @@ class ConfigChoice:
         return None if isinstance(chooser, SpecConfig) else chooser
 
     def choose(self, batch: int, context: int, missed: Callable[[], int]) -> SpecConfig:
-        """Return the next round's configuration.
+        """Return the next round's configuration. A rule counts the call as a round: call it once for each.
 
-        batch    number of its samples
-        context  tokens of all of them, prompts included
-        missed   returns how many tokens the drafter must run on beyond those of a usual round. It is called only if a
-                 rule chooses
+        batch    number of the round's samples
+        context  tokens of all these samples together, prompts included
+        missed   returns how many tokens the drafter must run on beyond those of a usual round (`RoundRunner.missed`).
+                 It is called only if a rule chooses
         """
         chooser = self.present
         if isinstance(chooser, SpecConfig):
             return chooser
         behind = missed()
-        # In this engine all samples catch up in one round, so the number n of them that could catch up is not used.
+        # A rule asks what the n samples that missed least have missed. In this engine all samples catch up in the same
+        # round (`apart=False`), so the answer is that of all samples for every n.
         return chooser.choose(batch, context, lambda n: behind, apart=False)
 
     def check(self, configs: Iterable[SpecConfig]) -> None:

@@ -1,7 +1,8 @@
 """Choose drafts from the drafter's logits. A round verifies a chain of them for each sample.
 
 B: samples; k: drafts of a sample; V: columns of the drafter's logits, which can be fewer than the vocabulary has tokens
-(`Decoder.draft_ids`). Functions return columns; `rounds.py` maps them to token ids.
+(`Decoder.draft_ids`). Functions return columns of the logits; `RoundRunner._chain`, their only caller, maps columns to
+token ids and runs the drafter itself.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from megatron_rlspec.types import SHARPNESS
 
 
 class Chains(NamedTuple):
-    """What a round verifies of B samples.
+    """What a round verifies of B samples. k is the largest number of `drafts`.
 
     tokens  [B, 1 + k] int64: the pending token, then drafts
-    drafts  [B], how many of a row's drafts are verified; the later ones are padding
-    logq    [B, number of drafts that were made, which can be more than k], if a rule chose which of them are verified;
-            None: all are
+    drafts  [B] int64, how many of a row's drafts are verified, from 0 to k; the row's later drafts are padding
+    logq    [B, drafts made] float32, the drafter's log-probability of each draft, also of those that no row verifies:
+            so it can have more than k columns. None: no rule chose which drafts are verified, so all are
     """
 
     tokens: np.ndarray
@@ -40,6 +41,7 @@ class Chains(NamedTuple):
 def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Draft the likeliest columns of `logits [B, V]`. Returns (log q at temperature 1, columns), [B] each."""
     column = logits.argmax(-1)
+    # one column of the log-softmax, without the others
     score = logits.gather(-1, column[:, None])[:, 0]
     return score - logits.logsumexp(-1), column
 
@@ -54,21 +56,23 @@ def coupled(
 ) -> tuple[Tensor, Tensor]:
     """Draft, for each sample, the column of `logits [B, V]` with the largest s · log q + noise.
 
-    The noise is the one with which the verifier will sample, so draft and sample agree more often. Temperature, top-k,
-    top-p and min-p apply to q as `verify.sample` will apply them to the target's p. At temperature 0 the likeliest
-    column is drafted.
+    q is the drafter's distribution. The noise is the noise with which the verifier will sample, so draft and sample
+    agree more often. Temperature, top-k, top-p and min-p apply to q as `verify.sample` will apply them to the target's
+    p. At temperature 0 the likeliest column is drafted.
 
     settings   how the B samples are sampled
     seeds      [B], of the samples
     keys       [B], the positions before the drafts; `RoundRunner._verify` must use the same keys
-    words      [V], the token ids of the columns, -1 for one whose logits are -inf; None: column i is token i
-    sharpness  the factor s on log q
+    words      [V], the token ids of the columns, -1 for a column whose logits are -inf; None: column i is token i.
+               The noise is keyed by token ids, which the verifier uses, and not by columns
+    sharpness  the factor s on log q (`types.SHARPNESS`)
 
-    Returns (log q, columns), [B] each. The log q is that of the temperature, before filters and sharpness: the rule
-    estimates a draft's chance from it.
+    Returns (log q, columns), [B] each. This log q is at the request's temperature, before filters and sharpness: the
+    rule estimates from it how likely the draft is accepted.
     """
     logq = verify.logprobs(logits, settings.temperature)
-    sharp = verify.filtered(logq, settings) * sharpness  # filtered first: top-p is of q itself
+    # filtered first: top-p sums q, and not the sharpened q
+    sharp = verify.filtered(logq, settings) * sharpness
     drawn = draw(sharp, seeds, keys, words)
     column = torch.where(settings.temperature == 0, logq.argmax(-1), drawn)
     return logq.gather(1, column[:, None])[:, 0], column

@@ -60,9 +60,10 @@ _CLOSED = "closed"
 class _Update:
     """An open update.
 
-    names     the tensors of its scope
-    doubtful  tensors whose content was unknown when it began. `send` removes those that arrive; what is left at the
-              end makes the update fail
+    version   of the weights once the update has ended
+    names     the tensors of its scope, which `send` takes
+    doubtful  tensors whose content was unknown when the update began. `send` removes those that arrive; what is left at
+              the end makes the update fail
     """
 
     version: int
@@ -86,8 +87,9 @@ class EmbeddedEngine:
     max_length            tokens of a sample, the prompt included
     prefill_chunk         most tokens of one prefill, between two rounds
     group                 the tensor-parallel group; None: one rank. All ranks must pass equal arguments
-    version               of the first weights
-    tokenizer             loads the model's, for stop strings; None: requests with stop strings are refused
+    version               of the first weights, and later of the present ones
+    tokenizer             a function that loads the model's tokenizer, called at the first request with stop strings.
+                          None: such requests are refused
     ends                  token ids that end a text, beside those of config.json
 
     Raises ValueError for arguments that contradict each other, and for a model that the engine does not run.
@@ -116,7 +118,7 @@ class EmbeddedEngine:
         tokenizer: Callable[[], Any] | None = None,
         ends: Iterable[int] = (),
     ) -> None:
-        # of a row of the cache: a sample, and drafts behind its last token
+        # columns of a row of the cache: a sample, and drafts behind its last token
         columns = max_length + MOST_DRAFTS
         if max_total_tokens < columns:
             raise ValueError(
@@ -150,12 +152,12 @@ class EmbeddedEngine:
 
     @property
     def running(self) -> list[ActiveRequest]:
-        """Return the requests that run, in rows of the cache."""
+        """Return the scheduler's own list of runs with a row; change it only under the lock."""
         return self.scheduler.running
 
     @property
     def waiting(self) -> list[ActiveRequest]:
-        """Return the requests that wait for a row."""
+        """Return the scheduler's own list of runs without a row."""
         return self.scheduler.waiting
 
     # -- RolloutEngine ------------------------------------------------------------------------------------------------
@@ -206,7 +208,8 @@ class EmbeddedEngine:
     def begin_update(self, version: int, scope: Scope = "all") -> None:
         """See `RolloutEngine`. An update may bring a part of the scope's tensors; the others keep their content.
 
-        Running samples go back into the queue; their KV cache is recomputed under the new weights.
+        Running samples go back into the queue; their KV cache is recomputed under the new weights. Calls of `generate`
+        wait until `end_update`. One update at a time: a second one replaces an open one, whose tensors it must bring.
         """
         names = set()
         for name in self.model.tensors:
@@ -220,7 +223,10 @@ class EmbeddedEngine:
             self._doubtful = self._doubtful | names
 
     def send(self, bucket: Bucket, *others: Any) -> None:
-        """See `RolloutEngine`. Raises EngineError for an unexpected tensor or a wrong shape."""
+        """See `RolloutEngine`. Raises EngineError for an unexpected tensor or a wrong shape.
+
+        others  always empty here: this engine's `bucket_memory` is None
+        """
         with self._lock:
             update = self._update
             assert update is not None, "no update is open"
@@ -239,7 +245,8 @@ class EmbeddedEngine:
     def end_update(self, error: str = "") -> None:
         """See `RolloutEngine`. Raises EngineError if the content of a tensor is still unknown.
 
-        After that error the update stays open: `push/update.py` then calls this again with an `error`, which ends it.
+        After that EngineError the update stays open: `push/update.py` then calls this again with an `error`, which ends
+        the update. Without an open update the call counts as a failed one, and the engine serves nothing.
         """
         with self._lock:
             update = self._update
@@ -261,11 +268,11 @@ class EmbeddedEngine:
                 f"and are missing now; among them {min(doubtful)}",
             )
         self.model.renew_draft_head()
-        self.cache.clear()
+        self.cache.clear()  # `begin_update` has taken all rows, and nothing is admitted during an update
         self.version = update.version
         self._broken = ""
 
-    update_weights = update_weights
+    update_weights = update_weights  # the function of `push/update.py`, as a method
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
         with self._lock:
@@ -276,13 +283,14 @@ class EmbeddedEngine:
             self.rounds.sharpness = sharpness
 
     def set_spec_rule(self, rule: Mapping[str, Any]) -> None:
+        """See `RolloutEngine`. Raises EngineError, and ValueError as `SpecRule.from_json`; then nothing changes."""
         with self._lock:
             sharpness = self._sharpness(rule.get("sharpness"))
             self.choice.set_rule(rule)
             self.rounds.sharpness = sharpness
 
     def _sharpness(self, given: Any) -> float:
-        """Return the sharpness given, or the present one. Raises EngineError."""
+        """Return the sharpness given; the present one for None. Raises EngineError for a value out of range."""
         if given is None:
             return self.rounds.sharpness
         try:
@@ -344,7 +352,10 @@ class EmbeddedEngine:
             return self._log.take()
 
     def recent_rounds(self) -> list[Round]:
-        """Return and forget the newest decode rounds, in order. For benchmarks; not a part of `RolloutEngine`."""
+        """Return and forget the newest decode rounds, in order. For benchmarks; not a part of `RolloutEngine`.
+
+        `stats` is not affected.
+        """
         with self._lock:
             return self._log.take_recent()
 
@@ -352,6 +363,7 @@ class EmbeddedEngine:
         """See `RolloutEngine`. Collective under tensor parallelism: every rank must call it."""
         with self._lock:
             marks = fingerprints(tensor for _, tensor in self.model.full_tensors())
+            # `full_tensors` iterates over `tensors`, so both have one order
             return dict(zip(self.model.tensors, marks, strict=True))
 
     def close(self) -> None:
@@ -380,14 +392,15 @@ class EmbeddedEngine:
             if self.choice.present != OFF:
                 single_token = [run for run in ready if not self.rounds.can_draft(run.row)]
             self._round(single_token, may_draft=False)
-            # That round may have taken rows from others, to make room for its own.
+            # That round may have taken rows from runs of `ready`, to make room for its own samples.
             self._round([run for run in ready if run.row >= 0 and run not in single_token])
         self._broken = ""
 
     def _round(self, runs: list[ActiveRequest], may_draft: bool = True) -> None:
         """Run one round of these samples, or of those that the cache has room for, and let the rule learn from it.
 
-        may_draft  whether a configuration is chosen; if not, it is a plain round, whose duration no rule learns
+        may_draft  whether `ConfigChoice` chooses a configuration. If not, the round is a plain one, and no rule learns
+                   its duration: the rule did not choose it
         """
         if not runs:
             return

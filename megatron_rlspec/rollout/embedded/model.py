@@ -1,5 +1,7 @@
 """The decoder and its drafter over a KV cache of slots, in plain torch, for families marked `embedded` in `FAMILIES`.
 
+`Decoder` has the parameters and the passes, `cache.py` the slots, and `rounds.py` calls both.
+
 Shapes: N tokens of one forward, flat over samples; B samples; T queries and L keys per sample, padded; H hidden size;
 A query heads and K key/value heads of this rank; D head dimension; V vocabulary.
 """
@@ -25,9 +27,10 @@ from megatron_rlspec.rollout.embedded.parallel import Solo, TensorParallel
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes read from a Hugging Face `config.json`.
+    """Sizes read from a Hugging Face `config.json`. All are of the whole model, over all tensor-parallel ranks.
 
-    heads, kv_heads, vocab  of the whole model, over all tensor-parallel ranks
+    layers  of the target, without those of a drafter
+    eps     added to the mean square in every RMS norm
     tied    whether the output head is the embedding
     mtp     whether the checkpoint's MTP layer drafts; False with an EAGLE-3 drafter
     eos     token ids that end a text
@@ -301,11 +304,11 @@ class Decoder:
     def target(
         self, tokens: Tensor, plan: ForwardPlan, cache: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Run the target over tokens [N] int64. Returns two tensors: hidden states, and what the drafter reads of them.
+        """Run the target over tokens [N] int64. Returns its hidden states, and what the drafter reads of the target.
 
         The hidden states [N, H] are those after the final norm. An MTP drafter reads the same tensor, and an EAGLE-3
-        drafter the inputs of its n taps side by side, [N, n · H]. Writes the tokens' keys and values into `cache`, the
-        `Cache.kv`.
+        drafter the inputs of its n taps side by side, [N, n · H]. Writes the tokens' keys and values into the slots
+        `plan.write` of `cache`, which is `Cache.kv`: the target's layers, then the drafter's. Collective.
         """
         x = F.embedding(tokens, self.embedding)
         tap_inputs = []
@@ -322,8 +325,9 @@ class Decoder:
     ) -> Tensor:
         """Run the drafter on pairs (hidden [N, H] of the position before, tokens [N]). Returns [N, H] of the pairs.
 
-        `hidden` is the target's at the first draft of a round, and this function's own result at the later ones. It
-        writes the pairs' keys and values into `cache`, the `Cache.kv` of target and drafter.
+        `hidden` is what `target` returned second at the first draft of a round, and this function's own result at the
+        later drafts. Writes the pairs' keys and values into `cache`, the `Cache.kv` of target and drafter. Collective.
+        Call it only with `arch.draft_layers`: without a drafter there are no parameters for it.
 
         An MTP drafter works as MiMo's: the hidden state comes first in the concatenation, and the embedding is 0 at
         rotary position 0. The result is after the drafter's norm. EAGLE-3 takes [N, n · H] of the target, and its
@@ -339,6 +343,7 @@ class Decoder:
             parts = [self._rms(embedded, self.token_norm), self._rms(state, self.hidden_norm)]
             pair = torch.cat(parts, -1)
             state = self._block(self.first_draft_layer, state, plan, kv, pair)
+            # in `cache`: the target's layers, the drafter's first layer, then these
             for index, layer in enumerate(self.further_layers, self.arch.layers + 1):
                 state = self._block(layer, state, plan, cache[index])
             return self._rms(state, self.final_norm) if self.arch.eagle3.norm_output else state
@@ -358,11 +363,14 @@ class Decoder:
         return self.packed.linear(hidden, self.input_proj)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, V] of hidden states [N, H], in float32 or float64."""
+        """Return logits [N, V] of the target's hidden states [N, H], in float32 or float64. Collective."""
         return self._logits(hidden, self.head)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [N, S] of the tokens that drafts are chosen from; column i is token `draft_ids[i]`."""
+        """Return logits [N, S] of the tokens that drafts are chosen from, of a result of `draft`. Collective.
+
+        Column i is token `draft_ids[i]`, and -inf where that is -1. With `draft_ids` None it is token i, and S is V.
+        """
         if self.arch.eagle3:
             # `draft` has already applied the norm if the drafter hands on normed states
             normed = self.arch.eagle3.norm_output
@@ -412,7 +420,7 @@ class Decoder:
         An EAGLE-3 drafter has a head of its own, which pushes update.
         """
         if self.draft_ids is not None and not self.arch.eagle3:
-            # The old head is replaced. Without this, it and its copy would stay in memory.
+            # The old head is replaced. Without `forget`, the head and its packed copy would stay in memory.
             self.packed.forget(self.draft_head)
             self.draft_head = self.head.index_select(0, self._draft_rows)
 
@@ -426,6 +434,8 @@ class Decoder:
     @torch.no_grad()
     def write(self, name: str, full: Tensor) -> None:
         """Copy this rank's part of a full tensor into the parameter, in place. Raises ValueError for a wrong shape.
+
+        name  one of `tensors`; KeyError for any other
 
         After the last write of an update call `renew_draft_head`: a draft head may be a copy of rows of the output
         head.
@@ -472,10 +482,11 @@ class Decoder:
         qkv = self.packed.linear(read, layer.qkv, layer.qkv_bias).view(n, -1, d)
         # What follows changes qkv [N, A + 2 * K, D] in place through views: it is a new tensor of this call.
         qk = qkv[:, : self.heads + self.kv_heads]
-        if layer.q_norm is not None and layer.k_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None:  # a family has both or none
             query, key = qk.split([self.heads, self.kv_heads], 1)
             query.copy_(self._rms(query, layer.q_norm))
             key.copy_(self._rms(key, layer.k_norm))
+        # a copy, with the halves of D swapped; `plan.sin` has the sign
         turned = qk.roll(d // 2, -1)
         qk.mul_(plan.cos).addcmul_(turned, plan.sin)
         # before the attention, which reads the new tokens' keys from the cache, too
@@ -496,6 +507,7 @@ class Decoder:
         b, _, rows, length = plan.mask.shape
         group = self.heads // k
         if plan.padded_index is not None:
+            # back to [B * T, A, D]: `rows` is T * A / K, and `group` is A / K
             padded = query.new_zeros(b * rows // group, self.heads, d)
             query = padded.index_copy_(0, plan.padded_index, query)
         by_head = query.reshape(b, -1, k, group, d).transpose(1, 2)

@@ -3,6 +3,9 @@
 `F.linear` rearranges the matrix in every call: MKL in float32, where two rows take twice the time of one, and oneDNN in
 bfloat16. With a copy in oneDNN's layout, a few rows take the time of reading the matrix, and a row's result hardly
 depends on the rows beside it. The copies take as much memory as the matrices.
+
+The operators are private ones of torch, which `torch.compile` uses on a CPU too. Another version of torch may change
+them.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ class PackedWeights:
     """The copies, by matrix. A copy is made at its first use, and again after its matrix has changed in place.
 
     Used by the embedded engine's model and by SGLang's scheduler on a CPU (`rollout/sglang/cpu/products.py`). Products
-    are for inference: copies have no gradient.
+    are for inference: copies have no gradient. A matrix must not be made under `torch.inference_mode`: torch does not
+    count changes of such tensors, and reading the count raises RuntimeError.
     """
 
     def __init__(self) -> None:
-        # By the matrix's identity: its version when the copy was made, and the copy; None for one that is not packed.
-        # The keys keep matrices alive, so a matrix that is replaced needs a `forget`.
+        # By the matrix itself: its `_version` when the copy was made, and the copy; None for a matrix that is not
+        # packed. The keys keep matrices alive, so a matrix that is replaced needs a `forget`.
         self._copies: dict[Tensor, tuple[int, Tensor | None]] = {}
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -42,7 +46,10 @@ class PackedWeights:
         return torch.ops.mkldnn._linear_pointwise.binary(y, x, packed, None, "add")
 
     def forget(self, weight: Tensor | None = None) -> None:
-        """Drop the copy of a matrix, or all. Needed after changes through `.data`, which torch does not count."""
+        """Drop the copy of a matrix; None: all copies. Does nothing for a matrix without a copy.
+
+        Needed after changes through `.data`, which torch does not count, and for a matrix that is replaced.
+        """
         if weight is None:
             self._copies.clear()
         else:
@@ -50,7 +57,7 @@ class PackedWeights:
 
     def _packed(self, weight: Tensor) -> Tensor | None:
         """Return the up-to-date copy of a matrix; None if it is not packed."""
-        # `_version` counts changes in place, also those through views of the matrix
+        # `_version` counts changes in place from 0, also those through views of the matrix; -1: no copy was made yet
         version, copy = self._copies.get(weight, (-1, None))
         if version != weight._version:
             copy = _pack(weight)

@@ -1,4 +1,8 @@
-"""A request while an engine works on it, and the sample that it becomes."""
+"""A request while an embedded engine works on it, and the sample that it becomes.
+
+`scheduler.py` makes runs (`ActiveRequest`), moves them between queue and cache, and ends them; `engine.py` appends
+tokens. Both hold the engine's lock: nothing here is safe for several threads.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,21 @@ from megatron_rlspec.texts import StopStrings
 from megatron_rlspec.types import Partial, Request, Sample, Sampling, Status
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # compared by identity: `Scheduler.remove` searches lists for this very run
 class ActiveRequest:
-    """A request that waits or runs, until its `Sample` is made. `Partial` is its frozen form.
+    """A request that waits or runs, until its `Sample` is made. A request with a `partial` begins where that ends.
 
     stop_ids        token ids that end the response
-    limit           tokens that the response may have
-    stop_strings    None: there are none
-    row             in the cache; -1 while waiting
-    draws           noise keys used before the sample got its row; `RoundRunner.draws` counts on from them
+    limit           most tokens of the response, those of the request's `partial` included
+    stop_strings    searched after each token; None: the request has no stop strings
+    row             in the cache; -1 while the request has none
+    draws           noise keys used before the sample got its row. While it has one, `RoundRunner.draws` counts on from
+                    this number, which is then out of date until `Scheduler.vacate`
     abort           whether the next step ends it (`EmbeddedEngine.abort`)
-    response        tokens sampled so far; `logprobs` has one number for each
-    versions        as `Partial.policy_versions`, in lists [version, first, last + 1], because the last one grows
-    rounds          verify rounds, without the one that sampled the first token: `acceptance.delivered` asks for these
-    accepted_spans  response tokens that were drafts, (first, last + 1)
+    response        tokens sampled so far, of `partial` too; `logprobs` has one number for each
+    versions        as `Partial.policy_versions`, in lists [version, first, last + 1], because the last list grows
+    rounds          verify rounds, without the round that sampled the first token: `acceptance.delivered` counts so
+    accepted_spans  response tokens that were drafts, as (first, last + 1); at most one span for each round
     sample          the result; None until the request has ended
     """
 
@@ -50,7 +55,7 @@ class ActiveRequest:
             self.response = begun.response.tolist()
             self.logprobs = begun.logprobs.tolist()
             self.versions = [list(span) for span in begun.policy_versions]
-            self.rounds = sum(begun.accepted)
+            self.rounds = sum(begun.accepted)  # the histogram counts each round once
             self.accepted_spans = list(begun.accepted_spans)
 
     @property
@@ -62,8 +67,10 @@ class ActiveRequest:
     def commit(self, tokens: list[int], logprobs: list[float], version: int) -> Status | None:
         """Append a round's tokens, up to a stop or the limit. Returns the status if the sample ends, else None.
 
+        After a status other than None, the caller ends the run (`Scheduler.end`) and calls `commit` no more.
+
         tokens   at least one, with as many log-probs; all but the last one were drafts
-        version  of the weights that sampled them
+        version  of the weights that sampled the tokens
         """
         first = len(self.response)
         status: Status | None = None
@@ -75,7 +82,7 @@ class ActiveRequest:
                 break
         last = len(self.response)
         if len(tokens) > 1:
-            # without the target's own token, and without drafts behind the end
+            # The last of `tokens` is the target's own. Drafts behind the end were not appended, so they do not count.
             self.accepted_spans.append((first, min(first + len(tokens) - 1, last)))
         if self.versions and self.versions[-1][0] == version:
             self.versions[-1][2] = last
@@ -86,9 +93,10 @@ class ActiveRequest:
         return status
 
     def status(self) -> Status | None:
-        """Return how the sample ends with the last token of its response; None if it goes on.
+        """Return how the sample ends with the last token of its response; None if the sample goes on.
 
-        The response must have a token. Earlier tokens are not checked: `commit` calls this after each one.
+        The response must have a token. Earlier tokens are not checked: `commit` calls this after each token, and
+        `Scheduler.check` checks a partial's earlier tokens for stop ids.
         """
         last = len(self.response) - 1
         if self.response[last] in self.stop_ids:
@@ -98,14 +106,18 @@ class ActiveRequest:
         return "truncated" if len(self.response) >= self.limit else None
 
     def continued(self) -> Request:
-        """Return the request with which another engine continues this sample. `draws` as for `so_far`."""
+        """Return the request with which another engine continues this sample; without tokens it begins anew.
+
+        While the sample has a row, set `draws` first, as for `so_far`.
+        """
         partial = Partial.of(self.so_far("aborted")) if self.response else None
         return replace(self.request, partial=partial)
 
     def so_far(self, status: Status) -> Sample:
-        """Return the sample as it is now.
+        """Return the sample as it is now, in arrays of its own. The run itself does not change.
 
-        While it has a row, `draws` is out of date: take the row from it first (`Scheduler.vacate`), or set `draws`.
+        While the run has a row, `draws` is out of date: call `Scheduler.vacate` first, or set `draws` from
+        `RoundRunner.draws`.
         """
         return self.request.sample(
             status,

@@ -1,8 +1,12 @@
-"""Prefill and decode rounds over rows of the cache: draft, verify, commit. Only `engine.py` handles requests.
+"""Prefill and decode rounds over rows of the cache: draft, verify, commit.
 
-B: rows of a round; k: drafts of a request; N: tokens of one pass. The N tokens are those of all rows without padding,
-row after row: `array[valid]` here and `ForwardPlan.padded_index` in `cache.plan` select the same ones in the same
-order.
+This file knows rows of the cache, and no requests: `scheduler.py` gives rows to requests, and `engine.py` calls
+`prefill` and `round` and appends the tokens.
+
+B: rows of a round; k: drafts of a row; N: tokens of one pass. The N tokens are those of all rows without padding, row
+after row: `array[valid]` here and `ForwardPlan.padded_index` in `cache.plan` select the same tokens in the same order.
+
+`cache.py` says what slots, columns, pending tokens and the drafter's pairs are.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from megatron_rlspec.types import SHARPNESS, Drafts, Sampling, SpecConfig, Verif
 
 
 class Span(NamedTuple):
-    """Columns [first, last) of a row that a prefill runs on. `prefix`: the shared prompt that has them, or None."""
+    """Columns [first, last) of a row that a prefill runs on.
+
+    prefix  the shared prefix that these columns belong to; None: they are the row's own
+    """
 
     row: int
     first: int
@@ -31,7 +38,7 @@ class Span(NamedTuple):
 
 
 class RoundRunner:
-    """Runs prefills and decode rounds. They advance rows of `cache` in place, and the caller holds the engine's lock.
+    """Runs prefills and decode rounds, which advance rows of `cache` in place. The caller holds the engine's lock.
 
     Under tensor parallelism `prefill` and `round` are collective: all ranks must call them with the same rows.
 
@@ -39,7 +46,7 @@ class RoundRunner:
 
     prefill_chunk  most tokens of one prefill, and most tokens of a row that the drafter reads in one pass
     sharpness      of coupled drafts (`types.SHARPNESS`)
-    coupled        whether drafts take the verifier's noise
+    coupled        whether drafts take the verifier's noise: `drafts` is "coupled" and the verifier position_keyed
     selection      the rule, if it chooses how many drafts of each row the target verifies; None: it verifies all
     settings       [rows, 4] float64, the sampling of each row, in the order of `verify.Settings`
     """
@@ -64,9 +71,9 @@ class RoundRunner:
         rows = cache.rows
         self.settings = np.zeros((rows, len(Settings._fields)))
         self.seeds = np.zeros(rows, np.int64)  # of the noise
-        # noise keys that target_only has used so far
+        # Noise keys that the row's sample has used so far. Only target_only reads it. `Scheduler.vacate` stores it.
         self.draws = np.zeros(rows, np.int64)
-        # committed tokens at the start of the row's last round
+        # committed tokens at the start of the row's last round; only `missed` reads it
         self.previous_length = np.zeros(rows, np.int64)
 
     def seat(self, row: int, sampling: Sampling, seed: int, draws: int) -> None:
@@ -81,7 +88,7 @@ class RoundRunner:
         self.previous_length[row] = self.cache.length[row] - 1
 
     def ready(self, row: int) -> bool:
-        """Return whether the target has run on all tokens of the row but the pending one."""
+        """Return whether the target has run on all tokens of the row but the pending one, so that a round can run."""
         prefix = self.cache.prefix[row]
         return (
             prefix.computed == len(prefix.tokens)
@@ -89,9 +96,10 @@ class RoundRunner:
         )
 
     def prefill(self, rows: list[int]) -> None:
-        """Run the target on at most `prefill_chunk` tokens of these rows that it has not seen yet.
+        """Run the target on at most `prefill_chunk` tokens of these rows that it has not seen yet, in their order.
 
-        The pending tokens are left to the rounds. A shared prefix runs once.
+        The pending tokens are left to the rounds. A shared prefix runs once. Without such tokens this does nothing.
+        The rows must have slots for all their tokens, as `Scheduler.admit` gives them.
         """
         cache = self.cache
         spans = self._prefill_spans(rows)
@@ -106,6 +114,7 @@ class RoundRunner:
         tokens = cache.tokens[span_rows[:, None], columns]
         _, drafted_from = self.model.target(self._to_device(tokens[valid]), plan, cache.kv)
         cache.hidden.index_copy_(0, plan.write, drafted_from)
+        # only after the pass: if it fails, these columns do not count as computed
         for span in spans:
             if span.prefix is not None:
                 span.prefix.computed = span.last
@@ -136,13 +145,17 @@ class RoundRunner:
         return spans
 
     def can_draft(self, row: int) -> bool:
-        """Return whether a row has at least two tokens: a pair has the hidden state of the token before."""
+        """Return whether a row has at least two tokens.
+
+        The drafter reads pairs of a token and the hidden state of the token before it; a single token has no pair.
+        """
         return bool(self.cache.length[row] > 1)
 
     def missed(self, rows: np.ndarray) -> int:
         """Return how many tokens the drafter must run on beyond those that the rows' last round committed.
 
-        These are prompts, and tokens of rounds in which the drafter was off.
+        These are prompts, and tokens of rounds in which the drafter was off. The rows must be different ones; a prefix
+        that several rows share counts once, as `_catch_up` runs it.
         """
         behind = self.previous_length[rows] - self.cache.drafted[rows]
         missed = int(np.maximum(behind, 0).sum())
@@ -151,7 +164,7 @@ class RoundRunner:
         return missed
 
     def _prefixes(self, rows: np.ndarray) -> list[tuple[int, Prefix]]:
-        """Return the distinct prefixes of rows, each with a row that has it."""
+        """Return the distinct prefixes of rows, each with a row that has it: its slots show where the prefix lies."""
         prefixes = {}
         for row in rows.tolist():
             prefix = self.cache.prefix[row]
@@ -159,7 +172,10 @@ class RoundRunner:
         return list(prefixes.values())
 
     def columns(self, rows: np.ndarray, config: SpecConfig) -> np.ndarray:
-        """Return [B], the number of columns that need slots in a round of `config`: committed tokens and drafts."""
+        """Return [B] int64, how many columns of each row need slots in a round of `config`.
+
+        These are the committed tokens, of which the last is pending, and the drafts.
+        """
         return self.cache.length[rows] + config.num_steps
 
     def round(self, rows: np.ndarray, config: SpecConfig) -> Committed:
@@ -170,7 +186,7 @@ class RoundRunner:
         config  how many tokens are drafted
         """
         cache = self.cache
-        self.previous_length[rows] = cache.length[rows]
+        self.previous_length[rows] = cache.length[rows]  # before `commit`, which moves `length`
         read = self._slots_of(rows, self.columns(rows, config))
         chains = self._draft(rows, read, config)
         targets, logprobs = self._verify(rows, read, chains)
@@ -179,21 +195,24 @@ class RoundRunner:
         return Committed(targets, logprobs, accepted, chains.drafts, chains.logq)
 
     def _draft(self, rows: np.ndarray, read: Tensor, config: SpecConfig) -> Chains:
-        """Run the drafter on the tokens that it has not read, and draft a chain for each row."""
+        """Run the drafter on the tokens that it has not read, and draft a chain for each row.
+
+        If `config` is off, the drafter does not run, and the chains have the pending tokens only.
+        """
         pending = self.cache.length[rows] - 1
         tokens = self.cache.tokens[rows, pending][:, None]
         drafts = np.full(len(rows), config.num_steps)
         if config.off:
             return Chains(tokens, drafts)
         hidden = self._catch_up(rows, read)
-        if config.num_steps == 0:
+        if config.num_steps == 0:  # `SpecConfig(0)`: the drafter keeps up without drafting
             return Chains(tokens, drafts)
         drafted, log_probs = self._chain(rows, read, hidden, config.num_steps)
         logq = None
         if self.selection is not None:
             logq = log_probs.float().cpu().numpy()
             drafts = self.selection.lengths(logq)
-            # drop the depths at which no row has a draft that is verified
+            # Drop the depths at which no row has a draft that is verified. `logq` keeps them: the rule learns from all.
             drafted = drafted[:, : drafts.max()]
         return Chains(np.concatenate([tokens, drafted.cpu().numpy()], 1), drafts, logq)
 
@@ -216,9 +235,10 @@ class RoundRunner:
         tokens: list[Tensor] = []
         logqs: list[Tensor] = []
         for step in range(steps):
-            # the column before the draft; its position keys the noise
+            # The column before the draft. Its position keys the noise, as in `_verify`: with another key, drafts would
+            # be accepted less often.
             predicting = start + step - 1
-            if tokens:
+            if tokens:  # at the first step `hidden` is known already
                 plan = cache.plan(read, predicting[:, None], drafter=True)
                 hidden = model.draft(hidden, tokens[-1], plan, cache.kv)
             logits = model.draft_logits(hidden)
@@ -235,9 +255,13 @@ class RoundRunner:
         return torch.stack(tokens, 1), torch.stack(logqs, 1)
 
     def _catch_up(self, rows: np.ndarray, read: Tensor) -> Tensor:
-        """Run the drafter on all tokens it has not seen, up to the pending ones. Returns its last output [B, H]."""
+        """Run the drafter on all tokens it has not seen, the pending ones included.
+
+        Returns its output [B, H] at each row's pending token.
+        """
         cache = self.cache
-        # Prefixes and rows that are far behind run in chunks first, which bounds the memory of a pass.
+        # Prefixes and rows that are far behind run in chunks first, which bounds the memory of a pass. Prefixes come
+        # before rows, whose pairs attend to the prefix's keys.
         chunk = self.prefill_chunk
         for row, prefix in self._prefixes(rows):
             while prefix.drafted < len(prefix.tokens):
@@ -252,7 +276,8 @@ class RoundRunner:
         last = cache.length[rows]
         out = self._run_pairs(rows, first, last, read)
         cache.drafted[rows] = last
-        # Every row has at least one pair: its pending token was committed after the drafter's last pass.
+        # `out` has the rows' pairs one after another. Every row has at least one pair in it: its pending token was
+        # committed after the drafter's last pass.
         ends = np.cumsum(last - first)
         return out[self._to_device(ends - 1)]  # the output at each row's pending token
 
@@ -266,7 +291,7 @@ class RoundRunner:
         """Run the drafter on the pairs (h of column c - 1, token of column c), c in [first, last). Returns [N, H].
 
         first, last  [B], columns of each row; `first` is at least 1
-        read         slots [B, L] of the rows; None: those of the columns before `last`
+        read         slots [B, L] of the rows, L at least the largest `last`; None: they are looked up
         """
         cache = self.cache
         if read is None:
@@ -291,13 +316,14 @@ class RoundRunner:
         token_rows = rows[np.nonzero(valid)[0]]  # [N], the row of each token that is verified
         settings = self._settings(token_rows)
         logp = verify.logprobs(logits, settings.temperature)
-        # Position-keyed, the noise of a token is keyed by the position before it. Otherwise every round has new keys.
+        # Under position_keyed, the key of a token's noise is the position before it. Under target_only every round
+        # takes `width` new keys, also for drafts that are refused, so that no noise is used twice.
         first = self.draws[rows]
         if self.verifier == "position_keyed":
             first = self.cache.length[rows] - 1
         width = valid.shape[1]
         keys = first[:, None] + np.arange(width)
-        self.draws[rows] += width  # only target_only reads it
+        self.draws[rows] += width
         seeds = self._to_device(self.seeds[token_rows])
         chosen = verify.sample(logp, settings, seeds, self._to_device(keys[valid]))
         targets = np.full(valid.shape, -1, np.int64)
@@ -308,7 +334,10 @@ class RoundRunner:
         return targets, logprobs
 
     def _target_logits(self, rows: np.ndarray, read: Tensor, chains: Chains) -> Tensor:
-        """Run the target on the chains, and store what the drafter reads. Returns logits [N, V], without padding."""
+        """Run the target on the chains, and store what the drafter reads. Returns logits [N, V], without padding.
+
+        The pass writes keys and hidden states of refused drafts, too: a later pass overwrites them.
+        """
         cache = self.cache
         valid = chains.valid
         pending = cache.length[rows] - 1
@@ -333,7 +362,10 @@ class RoundRunner:
         return self._to_device(self.cache.slots[rows, : int(last.max())])
 
     def _to_device(self, x: np.ndarray) -> Tensor:
-        """Copy an array to the model's device. On a CPU the tensor may share the array's memory."""
+        """Copy an array to the model's device.
+
+        On a CPU the tensor may share the array's memory: change neither in place while the other is in use.
+        """
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
 
 

@@ -2,6 +2,9 @@
 
 A request that the engine works on is an `ActiveRequest`, here called a run. It is in `running` (with a row), in
 `waiting` (without one), or in neither once its sample is made.
+
+`embedded/engine.py` calls this file between two rounds. `extensions/migration/embedded/` calls `make_runs`, `check`,
+`seat` and `remove`, and changes `running` and `waiting` itself.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ class Scheduler:
 
     max_length  tokens of a sample, the prompt included
     ends        token ids that end a response, unless a request ignores them (`Sampling.ignore_eos`)
-    tokenizer   loads the model's, for stop strings; None: a request with some is refused
-    running     the runs with a row, the oldest first
-    waiting     the runs without one, the next first
+    tokenizer   a function that loads the model's tokenizer; called once, at the first request with stop strings. None:
+                requests with stop strings are refused
+    running     the runs with a row, in the order in which they got it: `make_room` takes the last one's row first
+    waiting     the runs without a row, the next first
     """
 
     def __init__(
@@ -48,13 +52,17 @@ class Scheduler:
 
     @property
     def every(self) -> list[ActiveRequest]:
-        """Return the running requests, then the waiting ones."""
+        """Return a new list of the runs whose sample is not made yet: the running ones, then the waiting ones."""
         return [*self.running, *self.waiting]
 
     # ---- requests that come -----------------------------------------------------------------------------------------
 
     def make_runs(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
-        """Make runs of requests, without entering them. Raises EngineError for stop strings without a tokenizer."""
+        """Make runs of requests, in their order. They are not in `waiting` yet.
+
+        Nothing but stop strings is checked: `limit` can be below 1 until `check` refuses such a prompt, and runs whose
+        partial sample has ended have no `sample` yet. Raises EngineError for stop strings without a tokenizer.
+        """
         runs = []
         for request, sampling in requests:
             stops = frozenset(sampling.stop_token_ids)
@@ -77,7 +85,9 @@ class Scheduler:
     def check(self, run: ActiveRequest, used_ids: set[str]) -> None:
         """Check a run, and add its id to `used_ids`. Raises RequestError for a wrong request.
 
-        If its partial sample has ended already, the run gets its `sample` here.
+        If its partial sample has ended already, the run gets its `sample` here, and must not be queued.
+
+        used_ids  ids of the requests in the engine, and of those checked before in the same call
         """
         request = run.request
         length = len(request.prompt.tokens)
@@ -99,7 +109,10 @@ class Scheduler:
                 run.sample = run.so_far(status)
 
     def submit(self, requests: Sequence[tuple[Request, Sampling]]) -> list[ActiveRequest]:
-        """Queue requests. Raises EngineError, and queues none, if one of them is wrong."""
+        """Queue requests, and return their runs in order. Raises EngineError, and queues none, if one is wrong.
+
+        A run whose partial sample has ended already has its `sample` at once, and is not queued.
+        """
         used_ids = {run.request.id for run in self.every}
         runs = self.make_runs(requests)
         for run in runs:
@@ -112,14 +125,16 @@ class Scheduler:
     def admit(self) -> None:
         """Give rows to waiting requests, in their order, while there is room."""
         while self.waiting:
-            # While nothing runs, a request is admitted anyway.
+            # With less than a sixteenth of the slots free nothing is admitted: what runs needs these slots in its next
+            # rounds, and `make_room` would soon send the sample that came last back into the queue. While nothing runs,
+            # nothing would free slots: admit.
             if self.running and self.cache.left < self.cache.total // 16:
-                return  # samples admitted into the last slots would go back into the queue at once
+                return
             run = self.waiting[0]
             tokens = run.tokens
             row = self.cache.open(tokens, len(run.request.prompt.tokens), len(tokens))
             if row is None:
-                return
+                return  # a shorter sample behind it does not overtake it: a long one could wait for ever
             self.seat(run, row)
             self.running.append(self.waiting.pop(0))
 
@@ -129,10 +144,12 @@ class Scheduler:
         run.row = row
 
     def make_room(self, runs: list[ActiveRequest], columns: np.ndarray) -> list[ActiveRequest]:
-        """Get slots for `columns [B]` of every run. Returns the runs that still have a row.
+        """Give `runs[i]` slots for its columns [0, columns[i]). Returns those of `runs` that still have a row.
 
-        All of `runs` must be in `running`. While slots lack, the youngest running sample goes back to the head of the
-        queue. It may be one of `runs`.
+        All of `runs` must be in `running`. While slots lack, the run that got its row last goes back to the head of the
+        queue. It may be one of `runs`, and may have got slots here before.
+
+        columns  [B] int64, from `RoundRunner.columns`
         """
         for run, count in zip(runs, columns.tolist(), strict=True):
             while run.row >= 0 and not self.cache.ensure_slots(run.row, count):
@@ -142,15 +159,15 @@ class Scheduler:
         return [run for run in runs if run.row >= 0]
 
     def retract(self) -> None:
-        """Put every running sample back to the head of the queue; its KV cache is recomputed later."""
+        """Put every running sample back to the head of the queue, in order. Its KV cache is recomputed later."""
         for run in self.running:
             self.vacate(run)
         self.waiting[:0] = self.running
         self.running = []
 
     def vacate(self, run: ActiveRequest) -> None:
-        """Take a running sample's row from it. The caller removes it from `running`."""
-        # while a sample has a row, its draws are counted there
+        """Take a running sample's row from it. The caller removes the sample from `running`."""
+        # while the sample has a row, `RoundRunner.draws` counts its draws, and `run.draws` is out of date
         run.draws = int(self.rounds.draws[run.row])
         self.cache.close(run.row)
         run.row = -1
@@ -158,7 +175,7 @@ class Scheduler:
     # ---- requests that go -------------------------------------------------------------------------------------------
 
     def remove(self, run: ActiveRequest) -> None:
-        """Take a run out of the engine, without making its sample. Repeatable."""
+        """Take a run out of the engine, without making its sample. Does nothing for a run that is not in the engine."""
         if run.row >= 0:
             self.vacate(run)
             self.running.remove(run)
@@ -166,6 +183,7 @@ class Scheduler:
             self.waiting.remove(run)
 
     def end(self, run: ActiveRequest, status: Status) -> None:
-        """Take a run out, and make its sample."""
-        self.remove(run)  # first, because it stores the draws that the sample states
+        """Take a run out of the engine, and make its sample with this status."""
+        # first: `remove` stores the number of draws in the run, and the sample states that number
+        self.remove(run)
         run.sample = run.so_far(status)

@@ -3,10 +3,10 @@
 N: tokens that a pass verifies; V: vocabulary; B: samples; k: drafts of a sample.
 
 * position_keyed: the noise is a hash of (seed, position, token). So the text depends on seed, prompt and weights only.
-* target_only: the noise is a hash of (seed, draw, token), and every round draws anew. So texts have the target's
-  distribution, but one text also depends on how many drafts its rounds had.
+* target_only: the noise is a hash of (seed, number of the draw, token), and no round uses a number again. So texts have
+  the target's distribution, but a text also depends on how many drafts its rounds had.
 
-`rounds.py` passes the position or the number of the draw as `keys`.
+`rounds.py` passes the position or the number of the draw as `keys`, and `draft.py` drafts with functions of this file.
 
 The target samples a token at each place of a chain of drafts. A draft is accepted if it equals the target's token there
 and all drafts before it were accepted.
@@ -33,9 +33,9 @@ _FOUR_STEPS = 4 * 0x9E3779B97F4A7C15
 
 
 class Settings(NamedTuple):
-    """How N tokens are sampled, [N] float64 each. The fields have the names of `types.Sampling`.
+    """How N tokens are sampled, [N] float64 each. The fields have the names and the meaning of `types.Sampling`.
 
-    `RoundRunner.settings` stores them in this order.
+    `RoundRunner.settings` stores them in this order, and reads them from a `Sampling` by these names.
     """
 
     temperature: Tensor
@@ -45,7 +45,7 @@ class Settings(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What one round sampled for B rows. It appends the first `accepted + 1` tokens of each row, and drops the others.
+    """What one round sampled for B rows. The first `accepted + 1` tokens of each row are appended, the others dropped.
 
     tokens    int64, the target's token behind the pending token and behind each draft; -1 on padding
     logprobs  float32, of these tokens, at the request's temperature and before top-k, top-p and min-p
@@ -54,15 +54,16 @@ class Committed(NamedTuple):
     tokens: np.ndarray  # [B, 1 + k]
     logprobs: np.ndarray  # [B, 1 + k]
     accepted: np.ndarray  # [B] drafts that the target accepted
-    verified: np.ndarray  # [B] drafts that the target judged, accepted or not
-    logq: np.ndarray | None  # see `draft.Chains`
+    verified: np.ndarray  # [B] drafts that the target has run on, accepted or not
+    logq: np.ndarray | None  # as `draft.Chains.logq`
 
 
 def noise_seed(seed: int, verifier: Verifier) -> np.int64:
-    """Return the seed of a request's noise, as the 64 bits that `noise.murmur3` hashes.
+    """Return the seed of a request's noise: the 64 bits that `noise.murmur3` hashes, as an int64 that may be negative.
 
-    Under position_keyed it is the request's own. Under target_only it is a hash of that (splitmix64), because the keys
-    are numbers of draws there: with the request's own seed, draw n would have the noise of position n.
+    Under position_keyed it is the request's own seed. Under target_only the keys are numbers of draws: with the
+    request's own seed, draw n would have the noise that position n has under position_keyed. So target_only hashes the
+    seed first (splitmix64).
     """
     x = seed & _MASK_64
     if verifier == "target_only":
@@ -87,7 +88,7 @@ def filtered(logp: Tensor, settings: Settings) -> Tensor:
     as the likeliest. With top_p = 1, top_k <= 0 and min_p = 0 all tokens stay.
     """
     _, top_p, top_k, min_p = settings
-    # The filter needs probabilities and a sort. Most runs set no limits and skip it.
+    # The filter needs probabilities and a sort of the vocabulary. Most runs set no limits and skip both.
     limited = (top_p < 1) | (top_k > 0) | (min_p > 0)
     if not limited.any():
         return logp
@@ -103,7 +104,7 @@ def sample(logp: Tensor, settings: Settings, seeds: Tensor, keys: Tensor) -> Ten
     seeds, keys  [N], of the noise, as in `noise.draw`; not used at temperature 0, which takes the likeliest token
     """
     greedy = settings.temperature == 0
-    likeliest = logp.argmax(-1)
+    likeliest = logp.argmax(-1)  # at temperature 0, `logp` is that of temperature 1: the same order
     if greedy.all():
         return likeliest  # no noise to compute
     drawn = draw(filtered(logp, settings), seeds, keys)
@@ -114,8 +115,10 @@ def count_accepted(tokens: np.ndarray, valid: np.ndarray, targets: np.ndarray) -
     """Return [B], how many drafts of each chain are accepted: the leading ones that equal the target's tokens.
 
     tokens   [B, 1 + k]: the pending token, then the drafts
-    valid    [B, 1 + k]: False where a chain is padded
+    valid    [B, 1 + k]: False where a chain is padded; True for every pending token
     targets  [B, 1 + k]: the token that the target samples behind each column; `accepted + 1` of them are committed
+
+    With k = 0 all counts are 0.
     """
     # Column i of `targets` is the token behind column i of `tokens`, so a draft is compared with the column before it.
     accepted = valid[:, 1:] & (tokens[:, 1:] == targets[:, :-1])
