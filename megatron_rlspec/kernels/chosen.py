@@ -1,7 +1,9 @@
 """Choose between GPU kernels and plain torch, once for each device, and log the choice.
 
-Kernels are taken if they give plain torch's results on this machine's GPU. The modules that need Triton are imported
-inside `_choose` only, because this file must work where Triton is not installed.
+Kernels are taken if they give plain torch's results on this machine's GPU: `draws_agree` compares the sampler, and
+`losses/choice.py` the losses. The hooks in `rollout/sglang/scheduler/` call `sampling`; `losses/choice.py` calls
+`losses`. The modules that need Triton are imported inside `_choose` only, because this file must work where Triton is
+not installed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from megatron_rlspec.noise import draw
 
+# Takes the module with the kernels and a device; returns whether the module gives plain torch's results there.
 Agrees = Callable[[ModuleType, torch.device], bool]
 logger = logging.getLogger(__name__)
 
@@ -25,8 +28,9 @@ logger = logging.getLogger(__name__)
 def sampling(logits: Tensor) -> ModuleType | None:
     """Return `kernels.sampling` if it draws from these logits, None for plain torch.
 
-    It does on a CUDA device with Triton, if it draws the tokens there that plain torch draws. The first call for a
-    device compares them, and waits for it. That is not allowed while a CUDA graph is captured, so call it once before;
+    The kernel draws on a CUDA device with Triton, if it draws the same tokens there as plain torch, and not from
+    float64. The first call for a device compares the tokens of both, and waits for the device. Waiting is not allowed
+    while a CUDA graph is captured, so call this function once before a capture;
     `rollout/sglang/scheduler/coupled.py` does so with empty logits.
     """
     if not logits.is_cuda or logits.dtype == torch.float64 or not torch.cuda.is_available():
@@ -67,7 +71,8 @@ def all_have_kernels(this_has: bool, group: dist.ProcessGroup, device: torch.dev
     """Return whether all ranks of `group` have kernels; `this_has`: whether this one has.
 
     The first call for a group is collective: every rank of it must make the call, and waits for the others. A rank must
-    always pass the same `this_has`, as `_choose` gives it: with another one it would wait alone.
+    always pass the same `this_has` and `device`, as `_choose` gives them: other arguments are not in the cache, so the
+    rank would begin the collective call again, and wait alone.
     """
     flag = torch.tensor(int(this_has), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)

@@ -1,7 +1,8 @@
 """Triton kernels that read the logits of a row for its loss, and read them again to write the gradient in their place.
 
-`losses.py` launches them, with one program for each row. It has the order or the names of their parameters and the
-KINDs, too: change both files together. Columns of a row must lie next to each other.
+`losses.py` launches them, with one program for each row. It passes the tensors of `statistics` by position, some of
+`gradient` by name, and the KINDs as text: change both files together. Columns of a row must lie next to each other,
+which nobody checks. Nothing here talks to other ranks; `losses/fused.py` joins their sums.
 
 A row has logits x over this rank's words (tokens of the vocabulary), and z = x / T in float32. q = softmax(z) over the
 words of all ranks. p is a teacher's distribution, given by its logits and their log Σ exp. A logit of minus infinity
@@ -86,8 +87,10 @@ def statistics(
 ):  # fmt: skip
     """Write the sums of one row over this rank's words: the fields of `losses.Statistics`, which has their meaning.
 
-    The arguments from `seeds` to `factors` are the fields of `losses.Noise`, those from `teacher` to `columns` the
-    fields of `losses.Teacher`. Only FACTORS > 0 reads the first, and KIND "forward_kl" the second.
+    logits, stride, width, temperature   as in `gradient`, but only read
+    teacher to columns                   the fields of `losses.Teacher`; read for KIND "forward_kl" only
+    seeds to factors                     the fields of `losses.Noise`; read for FACTORS > 0 only
+    peaks to beaten                      written
 
     KIND      "none", "entropy" or "forward_kl"
     MAPPED    whether `columns` and `words` are given; else columns are the teacher's, and ids start at `offset`
@@ -118,6 +121,7 @@ def statistics(
         # exp(-noise of the label) · 2^32: the label's part of the bound below
         limit = tl.exp(-score_of(label_score * 0, hash_of(state, label)).to(tl.float32)) * SLACK
         # Rows without a seed and slots without a factor count as lost at once, so that no word is compared for them.
+        # `slots * 0` gives the shape [SLOTS].
         lost = (slots * 0 + (tl.load(seeds + row) < 0).to(tl.int32)) | (slots >= FACTORS).to(
             tl.int32
         )
@@ -151,7 +155,8 @@ def statistics(
                 else:
                     word = column + offset
                 # A word can beat the label at sharpness s only if 1 - u <= exp(s · (z - label's z)) · exp(-label's
-                # noise); see `sampling.py`. The bound takes the s that is best for the word, of those not lost yet.
+                # noise); see `sampling.py`. The bound takes the s that is best for the word, of those not lost yet:
+                # the largest for a word with a larger z than the label, else the smallest.
                 one_minus_u = (hash_of(state, word) ^ 0xFFFFFFFF).to(tl.float32)  # times 2^32
                 ahead = z - label_score
                 most = tl.max(tl.where(lost == 0, factor, -_INF), 0)
@@ -213,7 +218,7 @@ def gradient(
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one row's gradient in z in place of its logits. By KIND it is that of
+    """Write one row's gradient in z in place of its logits, which no other program reads. By KIND it is that of
 
     label        on_logprob · log q(label) + on_entropy · entropy; reads `places` to `entropies`
     forward_kl   scales · KL(p ‖ q); reads the teacher's arguments, `scales` and `masses`, and writes `overlaps`

@@ -93,6 +93,8 @@ def read(
 ) -> Statistics:
     """Read the first `width` <= W columns of each row of `logits` [C, W] once; the logits stay as they are.
 
+    With a `width` of 0 (a rank without words) `peak` is `loss_passes.LOWEST`, the sums are 0, and `best` is 0.
+
     Columns of `logits` and of `teacher.logits` must lie next to each other (stride 1), which nobody checks.
 
     With a teacher the sums are those of forward KL, and `with_entropy` is ignored. With a teacher and noise, give both
@@ -151,6 +153,8 @@ def write_label(
 ) -> None:
     """Overwrite `logits` by the gradient in z of on_logprob · log q(label) + on_entropy · entropy.
 
+    z is logits / temperature: for the gradient in the logits, the caller divides the two factors by the temperature.
+
     lse         [C] float64: log Σ exp(z) over the vocabulary of all ranks
     places      [C] int64: the label's column; -1 where another rank has it
     on_logprob  [C] float32
@@ -171,6 +175,8 @@ def write_forward_kl(
     masses: Tensor,
 ) -> Tensor:
     """Overwrite `logits` by `scales [C]` times the gradient of forward KL in z. Return Σ min(p, q) [C] of this rank.
+
+    `teacher.logits` are read meanwhile, so they must not share memory with `logits`.
 
     lse     [C] float64: log Σ exp(z) of the student over the columns of all ranks
     masses  [C] float32: Σ p over the student's columns of all ranks; 1 if these are the whole vocabulary

@@ -1,6 +1,7 @@
 """Draw tokens from raw logits with keyed noise, in Triton, and return the log-prob of each token.
 
-`sample` is the entry. `kernels/chosen.py` compares it with `noise.draw` before an engine uses it.
+`sample` is the entry. SGLang's engine draws with it: `verifier.py` and `coupled.py` in `rollout/sglang/scheduler/`.
+`kernels/chosen.py` compares it with `noise.draw` before that.
 
 **What is drawn.** A row has logits x, and z = x / T in float32. The token is the argmax of s · z + g. g is the float64
 noise of `noise.py`, which is that of SGLang's `multinomial_with_seed`. s is the sharpness: 1, but for coupled drafts. A
@@ -167,7 +168,10 @@ def scan(
 
 
 def parts_of(rows: int, width: int) -> tuple[int, int]:
-    """Return in how many parts each of `rows` rows of `width` columns is read, and the columns of one part."""
+    """Return in how many parts each of `rows` rows of `width` columns is read, and the columns of one part.
+
+    The last parts of a row can be empty: `scan` then writes the score -inf and the sum 0.
+    """
     tiles = triton.cdiv(width, BLOCK)
     parts = min(MANY_PARTS if rows * FEW_PARTS < PROGRAMS else FEW_PARTS, tiles)
     return parts, triton.cdiv(tiles, parts) * BLOCK

@@ -2,7 +2,7 @@
 
 `head_of` chooses. `VocabParallelHead.kernel` then says what was chosen: a module, or None for plain torch. The two
 differ in what `scores` and `lse` are (see `teacher_of`), so code that uses these must look at `head.kernel`, as
-`losses/drafter.py` and `losses/logprobs.py` do.
+`losses/drafter.py` and `losses/logprobs.py` do. These two are the callers of this file.
 
 Shapes as in `losses/drafter.py`.
 """
@@ -86,7 +86,8 @@ def policy_gradient(
     The logits are computed again from `hidden [C, H]`, because those of the forward are not kept. Collective without
     kernels (`VocabParallelHead.scores`).
 
-    lse         `[C]`, the attribute of `read`'s result: of raw logits with kernels, else of `head.scores`
+    lse         `[C]`, the attribute `lse` of what `read` returned for the same rows and head: of raw logits with
+                kernels, else of `head.scores`
     on_logprob  `[C]`
     entropy     (on_entropy `[C]`, the rows' entropy `[C]` as `read` computed it); None: without the second term
     """
@@ -117,8 +118,8 @@ def policy_gradient(
 def agrees(kernel: ModuleType, device: torch.device) -> bool:
     """Return whether `kernel` computes plain torch's losses and gradients, on 4 rows in float32 and in bfloat16.
 
-    `kernel` is `kernels.losses`; tests pass a wrong one. The vocabulary has 2,500 tokens, so that rows have several
-    tiles and the last tile is not full.
+    `kernel` is `kernels.losses`; tests pass a wrong one. `kernels/chosen.py` calls this, and catches what the kernels
+    raise. The vocabulary has 2,500 tokens, so that rows have several tiles of 1,024 and the last tile is not full.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(8, 16, generator=generator)
@@ -134,7 +135,7 @@ def agrees(kernel: ModuleType, device: torch.device) -> bool:
         actual = _results(replace(plain, kernel=kernel), hidden, teacher_hidden, labels)
         expected = _results(plain, hidden, teacher_hidden, labels)
         near = []
-        # losses, gradients, and what must be equal exactly
+        # Losses, gradients, and what must be equal exactly. NaN fails the comparison.
         for ours, right, allowed in zip(actual, expected, (1e-4, tolerance, 0.0), strict=True):
             for a, b in zip(ours, right, strict=True):
                 near.append((a - b).float().norm() <= allowed * b.float().norm())

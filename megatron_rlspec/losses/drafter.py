@@ -8,7 +8,8 @@ needs no sum in its backward.
 Logits are computed only for rows of non-zero weight, C at a time, so memory for logits does not grow with N. Arithmetic
 on logits is float32 (float64 for float64 inputs). All distributions are softmax(logits / temperature), as in an engine.
 
-`train/drafter_step.py` makes the rows. Whether kernels or plain torch compute a chunk is decided in `losses/choice.py`.
+`Student` is the entry. `train/drafter_step.py` makes its rows and calls it; `train/objectives.py` divides its sums.
+Whether kernels or plain torch compute a chunk is decided in `losses/choice.py`.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ class Student:
     chunk              C, the most rows whose logits exist at once; None: `VocabParallelHead.chunk`
     words [S]          the ids that drafts are chosen from; the student's softmax is over them only. Rows whose label is
                        another id add 0 under ce; `docs/design.md`, Draft vocabulary
-    own [S, H]         an output layer of the student's own, whole on every rank of `tp_group`; it gets a gradient. Row
-                       i is of the i-th smallest id of `words`, in whatever order these are
-    keep_rows          keeps results of single rows in `rows`
+    own [S, H]         an output layer of the student's own, whole on every rank of `tp_group`; only with `words`. Row i
+                       is of the i-th smallest id of `words`, in whatever order these are. It gets a gradient, but none
+                       if `hidden` requires none (`finish`)
+    keep_rows          whether the attribute `rows` gets the results of single rows
     noise              (seeds [N], keys [N]) int64 of the noise that the labels were sampled with, on the labels'
                        device, for `keep_rows`: "coupled" [N, F] then says whether a coupled draft is the label, for
                        each of the F factors of `types.SHARPNESS`, in rows whose seed is not negative
@@ -145,7 +147,7 @@ class Student:
         if words is not None:
             names.append("covered")
         self._metrics = {name: self._weight.new_zeros(num_groups) for name in names}
-        self._learned = 0
+        self._learned = 0  # rows so far; `finish` compares it with the number of rows
         # Results of single rows for `losses/predict.py`, `[N]` or `[N, F]`; rows without a weight stay 0.
         self.rows: Metrics = {}
         if keep_rows:
@@ -157,13 +159,16 @@ class Student:
                 self.rows["coupled"] = self._weight.new_zeros(len(hidden), len(SHARPNESS))
 
     def learn_labels(self) -> None:
-        """Learn all rows by cross-entropy, without a teacher."""
+        """Learn all rows by cross-entropy, without a teacher. Call it once, and only for kind "ce"."""
         for first in range(0, len(self._rows), self._chunk):
             self._learn(slice(first, first + self._chunk))
 
     @torch.no_grad()
     def learn_from(self, teacher_hidden: Tensor) -> None:
-        """Learn all rows from the policy's hidden states `teacher_hidden [M, H]`, after its final norm."""
+        """Learn all rows from the policy's hidden states `teacher_hidden [M, H]`, after its final norm.
+
+        Call it once, and not if `observe` is called.
+        """
         for rows in self._teacher.unique().split(self._chunk):
             if not len(rows):
                 continue
@@ -196,11 +201,12 @@ class Student:
         rows = rows.to(self._teacher.device)
         begin = torch.searchsorted(self._teacher, rows[0])
         end = torch.searchsorted(self._teacher, rows[-1] + 1)
-        # at once: with tensors on a GPU the host waits once
+        # One `tolist` for both: if the tensors are on a GPU, the host waits once and not twice.
         first, last = torch.stack([begin, end]).tolist()
         for start in range(first, last, self._chunk):
             part = slice(start, min(start + self._chunk, last))
-            # The place of each student's teacher among `rows`, if it is there.
+            # The place of each student's teacher among `rows`, if it is there. No place is past the end, because these
+            # teachers are at most rows[-1].
             index = torch.searchsorted(rows, self._teacher[part])
             nearest = rows[index]
             if not torch.equal(nearest, self._teacher[part]):
@@ -249,19 +255,19 @@ class Student:
             noise = seeds[part], keys[part]
         rows = read(head, self._hidden[part], labels, teacher=teacher, noise=noise)
         best, best_logprob = rows.best()  # first: what follows overwrites the scores
-        covered = torch.ones_like(weight)
-        sums = {
+        covered = torch.ones_like(weight)  # [C]: 1 where the student can draft the label, else 0
+        for_metrics = {
             "tokens": torch.ones_like(weight),
             "match": (best == labels).to(weight.dtype),
         }
         if self._draft_head is not None:
             covered = self._draft_head.holds(labels)
-            sums["covered"] = covered
+            for_metrics["covered"] = covered
         ce = -rows.logprob * covered  # no cross-entropy for a label that the student cannot draft
-        sums["ce"] = ce
-        of_rows = {"match": sums["match"], "label_logq": -ce, "best_logq": best_logprob}
+        for_metrics["ce"] = ce
+        for_rows = {"match": for_metrics["match"], "label_logq": -ce, "best_logq": best_logprob}
         if self._noise is not None:
-            of_rows["coupled"] = rows.coupled() * covered[:, None]
+            for_rows["coupled"] = rows.coupled() * covered[:, None]
         learns = self._grad is not None or self._own_grad is not None
         if teacher is None:
             loss = ce
@@ -274,20 +280,20 @@ class Student:
                 overlap, loss = rows.write_own_loss(kind, self._groups[part] + 1, scales)
             else:
                 overlap, loss = rows.write_forward_kl(scales)
-            of_teacher = {"overlap": overlap, "argmax_prob": teacher.logprob(best).exp()}
-            sums |= of_teacher
-            of_rows |= of_teacher
+            by_teacher = {"overlap": overlap, "argmax_prob": teacher.logprob(best).exp()}
+            for_metrics |= by_teacher
+            for_rows |= by_teacher
         self._total += (weight * loss).sum()
         if self._grad is not None:
-            # every student is in one slice only, so it is set and not added
+            # Every student is in one slice only, so its gradient is set and not added.
             self._grad[part] = rows.back()
         if self._own_grad is not None and self._draft_head is not None:
             self._own_grad[self._draft_head.own] += rows.of_weight(self._hidden[part])
-        sums["loss"] = loss
-        for name, x in sums.items():
+        for_metrics["loss"] = loss
+        for name, x in for_metrics.items():
             self._metrics[name].index_add_(0, self._groups[part], x)
         for name, of_all_rows in self.rows.items():
-            of_all_rows.index_copy_(0, self._rows[part], of_rows[name])
+            of_all_rows.index_copy_(0, self._rows[part], for_rows[name])
         self._learned += len(weight)
 
 

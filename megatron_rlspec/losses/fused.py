@@ -7,8 +7,8 @@ in plain torch; `losses/choice.py` calls one or the other.
 Shapes as in `losses/drafter.py`. Results are float32, and the same on every rank. Log Σ exp is float64, because the
 logits here are not relative to the largest one: float32 would lose digits of small differences between large numbers.
 
-Every method that uses `head.sum`, `head.max` or `head.best` is collective: all ranks of the head's group must call it
-in the same order.
+These are collective, all ranks of the head's group must call them in the same order: `Taught.logprob`, and of
+`FusedRows` the constructor, `best`, `coupled` and `write_forward_kl`.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Taught:
 class FusedRows:
     """A chunk of rows of the policy, or of students, whose logits have been read. `PlainRows` has the same methods.
 
+    head     with `kernel` set; over the whole vocabulary, or a `DraftHead`
     logits   `[C, width]`, of `head.logits`; `write_label` and `write_forward_kl` overwrite them
     noise    (seeds `[C]`, keys `[C]`), as for `Student`; for `coupled`
 
@@ -92,7 +93,7 @@ class FusedRows:
         self._chunk = logits, width, head.temperature
         columns = None
         ids = None
-        # Both or neither: the kernel has one switch for them.
+        # Both or neither: the kernel has one switch for them (MAPPED).
         if draft_head is not None:
             columns = draft_head.columns.to(torch.int32)
             ids = draft_head.ids.to(torch.int32)
@@ -150,7 +151,7 @@ class FusedRows:
 
     def coupled(self) -> Tensor:
         """Return `[C, F]`: 1.0 where a draft with the label's noise is the label, by sharpness; 0.0 without a seed."""
-        # for the reduction; a label that one rank beats is beaten
+        # Floats for `head.max`. A label that a word of any rank beats is beaten, hence the maximum.
         beaten = self._of_rank.beaten.float()
         return 1 - self._head.max(beaten)
 

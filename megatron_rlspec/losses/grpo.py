@@ -1,5 +1,8 @@
 """GRPO and its variants: advantages from the rewards of a group, and the policy's loss from log-probabilities.
 
+`run/batches.py` computes advantages on the host, from rewards to which it has added `overlong_penalty`.
+`run/generation.py` asks `has_signal` which groups it keeps.
+
 `policy_loss` works on predicting positions (see `PackedBatch`) and returns a sum. `train/objectives.py` divides the sum
 by `batch.counts["policy"]`, which is of the whole step and known before its first backward. Packing and parallelism
 therefore change rounding only.
@@ -76,7 +79,8 @@ def has_signal(rewards: Sequence[float], *, known: Sequence[bool]) -> bool:
 def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
     """Return the addition to the reward of a response of `length` tokens: 0, falling to -1 over the last `zone` tokens.
 
-    DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 disables it. All arguments are in tokens.
+    From `max_length` on it is -1. DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13. `zone` = 0 disables it. All
+    arguments are in tokens.
     """
     if zone == 0:
         return 0.0
@@ -129,31 +133,36 @@ def policy_loss(
         w · pg + kl_coef · KL(policy, reference) - entropy_coef · entropy
 
     pg is `ppo_loss` of the ratio of each token, or with ratio="sequence" of its sequence (GSPO). w is
-    min(exp(old - behaviour), tis_clip), and 1 if `tis_clip` is 0. Where an older policy sampled the token, and `old` is
-    of the step's start, this is AReaL's decoupled objective (arXiv 2505.24298, §5.2), truncated.
+    min(exp(old - behaviour), tis_clip), and 1 if `tis_clip` is 0.
+
+    behaviour  the token's log-probability under the policy that sampled it, as the engine computed it
+    old        its log-probability under the policy with which PPO's ratio compares; the code below chooses it
+
+    If an older policy sampled the token, and `old` is of the step's start, this is AReaL's decoupled objective (arXiv
+    2505.24298, §5.2), truncated.
 
     The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means
     (`train/objectives.py`). Their names are slime's. They appear as `policy/...` in `records/metric_names.toml`. With
-    `kl_coef` the batch has `reference_logprobs`.
+    `kl_coef` the batch must have `reference_logprobs`.
     """
     mask = to_device(batch.loss_mask != 0, logprobs.device)
 
-    def trained(values: Tensor) -> Tensor:
+    def zero_untrained(values: Tensor) -> Tensor:
         """Move to the device of `logprobs`, with 0 where nothing is trained: 0 · infinity would be NaN."""
         values = to_device(values, logprobs.device).to(logprobs.dtype)
         return values.masked_fill(~mask, 0)
 
-    logprobs = trained(logprobs)
-    behaviour = trained(batch.behaviour_logprobs)
-    # `old` is the policy whose ratio PPO clips: the engine's, the one before the step's first update, or, in the first
-    # update, this one itself: then the ratio is 1 and only its gradient counts.
+    logprobs = zero_untrained(logprobs)
+    behaviour = zero_untrained(batch.behaviour_logprobs)
+    # Three cases: the engine's log-probabilities; those before the step's first update; or, in the first update, those
+    # of this forward. In the last case the ratio is 1 and only its gradient counts.
     if algorithm.old_logprobs == "engine":
         old = behaviour
     elif batch.old_logprobs is not None:
-        old = trained(batch.old_logprobs)
+        old = zero_untrained(batch.old_logprobs)
     else:
         old = logprobs.detach()
-    advantage = trained(batch.advantages)
+    advantage = zero_untrained(batch.advantages)
     log_ratio = logprobs - old
     if algorithm.ratio == "sequence":
         log_ratio = _sequence_log_ratio(log_ratio, mask, batch, sequence_sum)
@@ -171,7 +180,7 @@ def policy_loss(
         per_token["tis"] = weight
         per_token["tis_clipfrac"] = weight > algorithm.tis_clip
     if batch.staleness is not None:
-        per_token["staleness"] = trained(batch.staleness)
+        per_token["staleness"] = zero_untrained(batch.staleness)
     # The gap between trainer and engine. With old_logprobs=engine `old` is the engine's: compare the current policy.
     trainer_logprobs = logprobs if algorithm.old_logprobs == "engine" else old
     per_token["train_rollout_logprob_abs_diff"] = (trainer_logprobs - behaviour).abs()
@@ -182,10 +191,10 @@ def policy_loss(
             old_logprobs=old.clone(),
             behaviour_logprobs=behaviour.clone(),
             advantages=advantage.clone(),
-            entropy=trained(entropy),
+            entropy=zero_untrained(entropy),
             mask=mask.to(logprobs),
             sequence_ids=to_device(batch.sequence_ids, logprobs.device).clone(),
-            staleness=None if batch.staleness is None else trained(batch.staleness),
+            staleness=None if batch.staleness is None else zero_untrained(batch.staleness),
             options=algorithm,
         )
         option = named("algorithm.loss", own)
@@ -195,10 +204,10 @@ def policy_loss(
     loss = pg_loss
     if algorithm.kl_coef:
         assert batch.reference_logprobs is not None
-        reference = trained(batch.reference_logprobs)
+        reference = zero_untrained(batch.reference_logprobs)
         per_token["kl_loss"] = kl_estimate(logprobs, reference)
         loss = loss + algorithm.kl_coef * per_token["kl_loss"]
-    per_token["entropy"] = trained(entropy)
+    per_token["entropy"] = zero_untrained(entropy)
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * per_token["entropy"]
 
@@ -207,7 +216,7 @@ def policy_loss(
         counted = values.detach().to(logprobs) * mask
         metrics[name] = counted.sum()
     metrics["tokens"] = mask.sum().to(logprobs)
-    return (loss * trained(batch.policy_weight)).sum(), metrics
+    return (loss * zero_untrained(batch.policy_weight)).sum(), metrics
 
 
 def own_advantages(
@@ -236,7 +245,8 @@ def own_advantages(
 def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Estimate KL(policy ‖ reference) per token on the policy's samples, by exp(-r) - 1 + r, which is never negative.
 
-    That is slime's k3, with r = log p - log p_ref. Source: joschu.net/blog/kl-approx.html.
+    That is slime's k3, with r = log p - log p_ref. Source: joschu.net/blog/kl-approx.html. Both arguments are
+    log-probabilities of the sampled tokens; `logprobs` are those of the policy that the samples count as drawn from.
     """
     log_ratio = logprobs - reference
     return torch.expm1(-log_ratio) + log_ratio
@@ -253,9 +263,9 @@ def _sequence_log_ratio(
     log_ratio  `[T]`, differentiable; 0 where `mask` is false
     mask       `[T]` bool, the trained tokens
 
-    That is the ratio of GSPO (arXiv 2507.18071, eq. 13) in the form of GSPO-token (§4.3). With one advantage per
-    sequence its gradient equals GSPO's: in GSPO each of the n tokens' losses gives 1/n of its gradient to every token,
-    and the n shares add up to one whole gradient per token. This form needs no gradient from other ranks.
+    The mean is the logarithm of GSPO's ratio (arXiv 2507.18071, eq. 13), in the form of GSPO-token (§4.3). With one
+    advantage per sequence its gradient equals GSPO's: in GSPO each of the n tokens' losses gives 1/n of its gradient to
+    every token, and the n shares add up to one whole gradient per token. This form needs no gradient from other ranks.
     """
     # Padding has -1: it goes to sample 0, with a log-ratio and a count of 0.
     sequence = to_device(batch.sequence_ids, log_ratio.device).clamp(min=0)

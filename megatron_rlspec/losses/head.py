@@ -1,10 +1,15 @@
 """The vocabulary-parallel output layer: scores of a chunk of rows, and reductions over the vocabulary.
 
+`VocabParallelHead` is the layer over the whole vocabulary; `losses/choice.py` and `train/reference.py` make it.
+`DraftHead` is the layer over the draft vocabulary; `losses/drafter.py` makes it. The losses themselves are in
+`losses/plain.py` and `losses/fused.py`.
+
 Shapes as in `losses/drafter.py`: C rows of one chunk, H hidden size, V/tp this rank's share of the vocabulary. `width`
 is the number of this rank's columns, V/tp or fewer (`DraftHead`). Ids are token ids of the whole vocabulary; columns
-are places in this rank's logits.
+are places in this rank's logits, but `DraftHead.columns` are places in those of the head over the whole vocabulary.
 
-`sum`, `max`, `best`, `whole` and what uses them are collective: all ranks of `group` must call them in the same order.
+These are collective, all ranks of `group` must call them in the same order: `sum`, `max`, `best`, `whole`, and by them
+`scores`, `log_sum_exp`, `argmax`, `sample` and `holds`.
 """
 
 from __future__ import annotations
@@ -21,10 +26,12 @@ from megatron_rlspec.host import memory
 from megatron_rlspec.noise import draw_each, noisy
 from megatron_rlspec.packing.transfer import to_device
 
-# Most logits of one chunk on a CPU: of 4 bytes each, together a little less than `memory.LARGEST`. So their memory is
-# reused and not mapped anew (`memory.keep_freed`).
+# Logits of one chunk on a CPU. At 4 bytes each they take 4 KiB less than `memory.LARGEST`, so their memory is reused
+# and not mapped anew (`memory.keep_freed`). `chunk` then bounds the rows to 32 to 1,024, whatever their bytes.
 LOGITS_ON_CPU = memory.LARGEST // 4 - 1024
-BYTES_ON_GPU = 5 * 2**28  # most bytes of one chunk's logits on a GPU with kernels
+# Bytes that one chunk's logits should take on a GPU with kernels, 1.25 GiB. `chunk` then bounds the rows to 1,024 to
+# 8,192, whatever their bytes.
+BYTES_ON_GPU = 5 * 2**28
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class VocabParallelHead:
 
     weight       `[width, H]`, detached: gradients are computed by hand (`back`), not by autograd
     temperature  divides all logits, above 0
-    start        the token id of this rank's first row; every rank has equally many
+    start        the token id of this rank's first row of the whole output layer, of which every rank has V/tp rows
     total        number of token ids of all ranks together, V
     group        tensor-parallel ranks; None if one rank holds the whole vocabulary
     kernel       `kernels.losses` where it computes the losses, None for plain torch
@@ -55,7 +62,11 @@ class VocabParallelHead:
         temperature: float,
         group: dist.ProcessGroup | None,
     ) -> VocabParallelHead:
-        """Make a head from this rank's `weight [V/tp, H]`; `temperature` is above 0."""
+        """Make a head from this rank's `weight [V/tp, H]`; `temperature` is above 0.
+
+        All ranks must have equally many rows, rank 0 those of the lowest ids. This is not checked, and `start` and
+        `total` are computed from it.
+        """
         rank = 0 if group is None else group.rank()
         size = 1 if group is None else group.size()
         rows = weight.shape[0]
@@ -80,7 +91,7 @@ class VocabParallelHead:
 
         On a CPU it is so small that freed logits are reused (`LOGITS_ON_CPU`). With kernels it is larger, because a
         chunk takes no memory but its logits. Large chunks are faster: each one reads and writes the whole sum of the
-        output layer's gradient.
+        output layer's gradient. On a GPU without kernels it is 1,024.
         """
         if self.kernel is not None:
             rows = BYTES_ON_GPU // (self.width * self.weight.element_size())
@@ -126,7 +137,10 @@ class VocabParallelHead:
         return hidden @ self.weight.t()
 
     def normalised(self, logits: Tensor, lse: Tensor) -> Tensor:
-        """Return log-probabilities `[C, width]` from raw `logits` and `lse [C]`, log Σ exp(logits / temperature)."""
+        """Return log-probabilities `[C, width]` from raw `logits` and `lse [C]`, log Σ exp(logits / temperature).
+
+        `Student.observe` needs it where kernels computed the teacher and plain torch computes the student's loss.
+        """
         exact = accumulate_in(logits)
         scaled = logits.to(exact).div_(self.temperature)
         scaled.clamp_(min=lowest(exact))
@@ -146,7 +160,10 @@ class VocabParallelHead:
         return x
 
     def max(self, x: Tensor) -> Tensor:
-        """Return the largest of `x` over the ranks, elementwise; `x` stays as it is. Collective."""
+        """Return the largest of `x` over the ranks, elementwise; `x` stays as it is. Collective.
+
+        Without a group the result is `x` itself, not a copy.
+        """
         if self.group is not None:
             x = x.clone()
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
@@ -205,7 +222,10 @@ class VocabParallelHead:
         return ids
 
     def pick(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return `x [C, width]` at `ids [C]`, `[C]`; 0 where another rank holds the id. `sum` then gives it to all."""
+        """Return `x [C, width]` at `ids [C]`, `[C]`; 0 where another rank holds the id.
+
+        So `sum` of the result is the value on every rank.
+        """
         local, mine = self._local(ids)
         values = x.gather(1, local[:, None])[:, 0]
         return values.masked_fill_(~mine, 0)
@@ -222,7 +242,11 @@ class VocabParallelHead:
         return x.scatter_add_(1, local[:, None], own_values[:, None])
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gather the columns of `x [C, width]` of all ranks: `[C, V]`. Collective; not for a `DraftHead`."""
+        """Gather the columns of `x [C, width]` of all ranks: `[C, V]`. Collective.
+
+        Without a group the result is `x` itself, not a copy. Not for a `DraftHead`: its `width` differs
+        between ranks, and `all_gather` needs equal shapes.
+        """
         if self.group is None:
             return x
         x = x.contiguous()
@@ -231,7 +255,11 @@ class VocabParallelHead:
         return torch.cat(parts, 1)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return this rank's columns `[C, width]` of `x [C, V]`; the inverse of `whole`."""
+        """Return this rank's columns `[C, width]` of `x [C, V]`; the inverse of `whole`.
+
+        Not for a `DraftHead` either: its words are not consecutive, so this slice would be of other words, without an
+        error.
+        """
         return x[:, self.start : self.start + self.width]
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,10 +276,12 @@ class DraftHead(VocabParallelHead):
     A rank computes the words that lie in its share of the policy's vocabulary, so `width` differs between ranks.
 
     ids      `[width]` int64: the token ids of this rank's words, ascending; [-1] on a rank that holds none of them
-    columns  `[width]` int64: their columns in this rank's head over the whole vocabulary
-    some     whether this rank holds any of the words. If not, it has one stand-in row, whose probability is 0
-    own      where the drafter has an output layer of its own: the rows of it that this rank computes. None: the rows
-             are the policy's
+    columns  `[width]` int64: the column of each of `ids` in the logits of this rank's head over the whole vocabulary;
+             [0] on a rank that holds none of the words
+    some     bool: this rank holds at least one word. If False, `width` is 1: the one row of `weight` is a stand-in,
+             whose probability must be 0 and whose gradient must stay 0
+    own      if the drafter has an output layer of its own (EAGLE-3): the slice of its rows that this rank computes.
+             `Student` adds their gradient there. None: the rows are the policy's
 
     Methods take and return ids of the whole vocabulary. A label outside S counts as one that another rank holds. So
     `pick` is 0 for it on all ranks.
@@ -269,7 +299,9 @@ class DraftHead(VocabParallelHead):
         words: Tensor,
         own: Tensor | None = None,
     ) -> DraftHead:
-        """Make the head over `words [S]`, different ids in any order. Raises ValueError for ids outside the vocabulary.
+        """Make the head over `words [S]`, different ids in any order, the same on all ranks.
+
+        Raises ValueError for ids outside the vocabulary, and for no words.
 
         full  the head over the whole vocabulary, of the policy
         own   `[S, H]`, whole on every rank: the drafter's own rows, in the order of ascending words (EAGLE-3)
@@ -287,11 +319,11 @@ class DraftHead(VocabParallelHead):
         some = bool(len(ids))
         first = 0
         if some:
-            first = int(torch.searchsorted(words, full.start))
+            first = int(torch.searchsorted(words, full.start))  # lower ranks hold the words before
             columns = ids - full.start
         else:
-            # A head needs a row. `_scaled_logits` and `of_full` replace its values by very low ones; `FusedRows` skips
-            # it.
+            # A head needs a row: this one is the policy's row of column 0, or row 0 of `own`. `_scaled_logits` and
+            # `of_full` replace its values by very low ones; `FusedRows` skips it.
             ids = words.new_full((1,), -1)
             columns = words.new_zeros(1)
         rows = slice(first, first + len(columns))
@@ -314,7 +346,10 @@ class DraftHead(VocabParallelHead):
         )
 
     def holds(self, labels: Tensor) -> Tensor:
-        """Return `[C]`: 1.0 where a label is one of the words of any rank, else 0.0. Collective."""
+        """Return `[C]`: 1.0 where a label is one of the words of any rank, else 0.0. Collective.
+
+        Each word is on one rank only, so the sum over ranks is at most 1.
+        """
         _, mine = self._local(labels)
         in_words = mine.to(accumulate_in(self.weight))
         return self.sum(in_words)
@@ -338,7 +373,7 @@ class DraftHead(VocabParallelHead):
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         local = torch.searchsorted(self.ids, ids)
         local.clamp_(max=self.width - 1)  # `searchsorted` returns `width` for ids above all words
-        return local, self.ids[local] == ids
+        return local, self.ids[local] == ids  # the id -1 of a stand-in equals no token id
 
 
 def accumulate_in(x: Tensor) -> torch.dtype:
@@ -347,5 +382,9 @@ def accumulate_in(x: Tensor) -> torch.dtype:
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return a replacement for minus infinity in logits: its exponential is 0, and sums of it do not overflow."""
+    """Return a replacement for minus infinity in logits: its exponential is 0.
+
+    It is a quarter of the lowest number, so that sums and differences of two of them do not overflow. `LOWEST` in
+    `kernels/loss_passes.py` is nearly the same number.
+    """
     return torch.finfo(dtype).min / 4

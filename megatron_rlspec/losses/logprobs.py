@@ -1,7 +1,8 @@
 """Log-probabilities of labels under the policy, and the policy's entropy, with a vocabulary split over ranks.
 
-They are computed in chunks of rows, so that logits `[N, V/tp]` never exist at once. `train/objectives.py` makes the
-policy's losses of them.
+They are computed in chunks of rows, so that logits `[N, V/tp]` never exist at once. `policy_logprobs` is the entry;
+`train/objectives.py` calls it and makes the policy's losses of its results. The drafter's losses are in
+`losses/drafter.py`; it can read the same chunks (`observe`).
 
 Shapes as in `losses/drafter.py`: N rows, H hidden size, V vocabulary, V/tp this tensor-parallel rank's share, C rows of
 one chunk.
@@ -46,7 +47,7 @@ def policy_logprobs(
     temperature   above 0; the distribution is softmax(logits / temperature), from which engines sample
     with_entropy  False: the entropy is 0
     mask          [N]; where it is 0 the results are 0, and no logits are computed; None: all rows
-    chunk         C; None: `VocabParallelHead.chunk`
+    chunk         C, above 0; None: `VocabParallelHead.chunk`
     observe       called after each chunk of the forward with three tensors: the indices `[C]` of its rows among the N,
                   ascending, on the device of `labels`; their scores `[C, V/tp]`, which it may overwrite; log Σ exp
                   `[C]`. Where kernels compute the losses, the scores are raw logits, and log Σ exp is that of

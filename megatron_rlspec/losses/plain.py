@@ -3,8 +3,8 @@
 `PlainRows` has the interface of `FusedRows`; `losses/choice.py` calls one or the other. Shapes as in
 `losses/drafter.py`. Results are float32 or float64, and the same on every tensor-parallel rank.
 
-Every method that uses `head.sum`, `head.argmax`, `head.sample` or `head.whole` is collective: all ranks of the head's
-group must call it in the same order.
+These are collective, all ranks of the head's group must call them in the same order: `PlainTeacher.logprob`, and of
+`PlainRows` the constructor, `best`, `coupled`, `write_forward_kl` and `write_own_loss`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class PlainTeacher:
 
 
 class PlainRows:
-    """A chunk of rows of the policy, or of students; methods and attributes as those of `FusedRows`, but for these.
+    """A chunk of rows of the policy, or of students.
+
+    It has the methods and attributes of `FusedRows`, whose docstrings explain them. Only these differ:
 
     scores           `[C, width]` of `head.scores`: logits / temperature minus the row's largest, not raw logits
     lse              `[C]`, log Σ exp of these scores
@@ -46,7 +48,7 @@ class PlainRows:
     write_own_loss   for the user's functions; `FusedRows` has no such method
 
     Call `best` first: the other methods turn `scores` into log-probabilities in place, since a copy takes much memory.
-    Then call `coupled`. Then call one method that writes: it stores the gradient for `back` and `of_weight`.
+    Then call `coupled`. Then call one method that writes, and once: it stores the gradient for `back` and `of_weight`.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class PlainRows:
     def coupled(self) -> Tensor:
         assert self._noise is not None
         seeds, keys = self._noise
-        # Seeds are on the CPU in training, so choosing the rows does not wait for a GPU.
+        # Seeds are on the CPU in training, so choosing the rows does not wait for a GPU. They are equal on all ranks of
+        # the group, so the early return below is taken on all of them or on none.
         with_seed = (seeds >= 0).nonzero()[:, 0]
         coupled = self._logq.new_zeros(len(self._logq), len(SHARPNESS))
         if not len(with_seed):
@@ -100,7 +103,7 @@ class PlainRows:
         return coupled
 
     def write_label(self, on_logprob: Tensor) -> None:
-        # `_grad` is q - onehot, minus the gradient of log q(label). `back` multiplies it by `_scales`.
+        # `_grad` is q - onehot, the gradient of -log q(label). `back` multiplies it by `_scales`: hence their minus.
         self._scales = -on_logprob
         minus_one = torch.full_like(self.lse, -1)
         self._grad = self._head.add_at(self._logq.exp_(), self._labels, minus_one)
@@ -131,6 +134,8 @@ class PlainRows:
         self, own: DrafterLoss, depths: Tensor, scales: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return (Σ min(p, q), the user's loss), `[C]` each, and store the gradient of Σ scales · loss.
+
+        Not for a `DraftHead`, whose distribution cannot be gathered (`VocabParallelHead.whole`).
 
         own     the function of the option `drafter.loss`; it sees whole distributions, gathered from all ranks
         depths  `[C]` int64, from 1

@@ -4,9 +4,9 @@ a_d = P(depth d accepted | depth d reached). A round that drafted k steps and ac
 accepted and that depth i + 1 was refused. If i = k, it shows nothing about depth k + 1 (censored). A round of k steps
 emits E = 1 + sum over d <= k of a_1 * ... * a_d tokens on average (docs/design.md, Acceptance).
 
-`Acceptance` estimates the rates from the rounds that engines run: engines and the trainer hold one each. `Prediction`
-has the trainer's sums for the next rollout. The functions before them make and read histograms of accepted drafts;
-only `expected_tokens` takes rates.
+`Acceptance` estimates the rates from the rounds that engines run: each engine's `SpecRule` holds one, and the trainer's
+`Learning`. `Prediction` has the trainer's sums for the next rollout; `train/drafter_step.py` makes it. The functions
+before them make and read histograms of accepted drafts; only `expected_tokens` takes rates.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ class Prediction:
         return SHARPNESS[self._best_index]
 
     def rates(self, num_steps: int | None = None) -> list[float]:
-        """Return a_1..a_num_steps in rounds of `num_steps`, one of `steps`; 0 where nothing was reached.
+        """Return a_1..a_num_steps in rounds of `num_steps`; 0 where nothing was reached.
 
-        None: the deepest step count.
+        num_steps  one of `steps`, else it raises ValueError; None: the deepest one
         """
         if num_steps is None:
             num_steps = max(self.steps)
@@ -195,15 +195,16 @@ class Prediction:
         """Return the index of the sharpness with the most tokens per round, at the deepest step count."""
         chain = SpecConfig(max(self.steps))
         tokens = []
-        for factor in range(len(self.accepted)):
-            rates = self._rates(factor, chain.num_steps)
+        for index in range(len(self.accepted)):
+            rates = self._rates(index, chain.num_steps)
             tokens.append(expected_tokens(chain, rates))
         return int(np.argmax(tokens))
 
-    def _rates(self, factor: int, num_steps: int) -> list[float]:
+    def _rates(self, index: int, num_steps: int) -> list[float]:
+        """Return `rates` of the sharpness with this index."""
         row = self.steps.index(num_steps)
-        reached = self.reached[factor, row]
-        accepted = self.accepted[factor, row]
+        reached = self.reached[index, row]
+        accepted = self.accepted[index, row]
         rates = np.divide(accepted, reached, out=np.zeros_like(accepted), where=reached > 0)
         return [float(rate) for rate in rates[:num_steps]]
 
@@ -271,7 +272,7 @@ class Acceptance:
                 continue
             refused = histogram[d] if d < len(histogram) else 0.0
             # a histogram of floats may give a little less than 0
-            passed = max(reached - refused, 0.0)
+            passed = max(reached - refused, 0.0)  # requests that accepted this depth
             # the estimate before this round: `_refresh` comes after the last depth
             shallower = self.rates[d - 1] if d else 1.0
             self.ratio_hits[d] += passed
@@ -344,13 +345,16 @@ class Acceptance:
         self._refresh()
 
     def fresh(self, most: float) -> Acceptance:
-        """Copy the estimate for rounds under new weights: the observations of a depth weigh at most `most` drafts."""
+        """Copy the estimate for rounds under new weights: the observations of a depth weigh at most `most` drafts.
+
+        Those of the ratios keep their weight, as in `limit`.
+        """
         copy = Acceptance.from_json(self.to_json())
         copy.limit(most)
         return copy
 
     def limit(self, most: float) -> None:
-        """Let the observations of every depth weigh at most `most` drafts."""
+        """Let the observations of every depth weigh at most `most` drafts, above 0. Those of the ratios stay."""
         for d in range(self.depth):
             _cap(self.hits, self.draws, d, most)
         self._refresh()

@@ -64,6 +64,7 @@ def largest_batches(
     ordered = sorted(candidates)
     batch = np.arange(1, max_batch + 1)
     roofline = Roofline.of_layers(layers, ridge_tokens=WIDEST_RIDGE)
+    # the second `batch` stands for context tokens; any number would do, because they cost nothing in this roofline
     ms = roofline.grid(ordered, batch, batch)
     largest = [1] * len(ordered)
     depths = DECAY ** np.arange(max(config.num_steps for config in ordered) or 1)
@@ -91,8 +92,9 @@ def adaptive_config(largest: Mapping[SpecConfig, int], max_batch: int) -> dict[s
              `max_batch`, as the shallowest of `largest_batches` has, or the last range is empty. No two may have one
              `num_steps`, as `OFF` and `SpecConfig(0)` do: the later one would replace the other
 
-    Returns {batch size: {"candidate_steps": [...]}}, in SGLang's names; a key counts up to the next one. SGLang pads a
-    batch to the next of `graph_sizes`, so a range ends at one of these.
+    Returns {batch size as text: {"candidate_steps": [...]}}, in SGLang's names. A key is the first batch size of a
+    range that ends before the next key. SGLang pads a batch to the next of `graph_sizes`, so a range ends at one of
+    these.
     """
     sizes = graph_sizes(max_batch)
     ends = {}

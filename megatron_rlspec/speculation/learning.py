@@ -82,7 +82,8 @@ class Learning:
         self.cost = cost
         self.ragged = ragged
         self.adaptive = adaptive
-        self.acceptance = Acceptance(max(*candidate_steps, 1))  # as observed
+        # as observed; of one depth at least, because `Acceptance` cannot have none
+        self.acceptance = Acceptance(max(*candidate_steps, 1))
         self.prediction: Prediction | None = None  # of the next rollout
         self.sharpness: float | None = None  # of coupled drafts, as last predicted to be the best
         # what the engine with the most timings has learnt of rounds, as it reports it
@@ -168,8 +169,8 @@ class Learning:
         for stats in rounds:
             steps = stats.config.num_steps
             # A round without drafts shows nothing of acceptance; earlier observations fade.
-            seen = stats.histogram if steps else []
-            self.acceptance.observe_histogram(steps, seen, stats.rounds)
+            histogram = stats.histogram if steps else []
+            self.acceptance.observe_histogram(steps, histogram, stats.rounds)
         return metrics | self._metrics(rounds, reports, delivered)
 
     def rule(self) -> dict[str, Any]:
@@ -202,10 +203,10 @@ class Learning:
 
     def accept_length(self, chain: SpecConfig) -> float | None:
         """Return tokens per round of `chain` in the next rollout: as observed lately, else as predicted, else None."""
-        seen = self.accept_lengths()
-        if chain not in seen and self.prediction is not None:
+        observed = self.accept_lengths()
+        if chain not in observed and self.prediction is not None:
             return self._expected(self.prediction).get(chain.num_steps)
-        return seen.get(chain)
+        return observed.get(chain)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
@@ -225,23 +226,23 @@ class Learning:
         """
         saved_depth = state["acceptance"]["depth"] if state.get("acceptance") else 0
         needed = self.acceptance.depth
-        lost = ""
+        warning = ""
         if 0 < saved_depth < needed:
-            lost = f"the checkpoint holds acceptance of {saved_depth} drafts, expected {needed}: it is learned again"
+            warning = f"the checkpoint holds acceptance of {saved_depth} drafts, expected {needed}: it is learned again"
         elif saved_depth:
             self.acceptance = Acceptance.from_json(state["acceptance"])
         self.sharpness = state.get("sharpness")
         self.learnt = state.get("learnt")
         if state.get("prediction"):
             self.prediction = Prediction.of_sums(*state["prediction"])
-        return lost
+        return warning
 
     def _expected(self, prediction: Prediction) -> dict[int, float]:
         """Return tokens per round of each predicted step count in the next rollout: as observed, else as predicted."""
-        seen = self.accept_lengths()
+        observed = self.accept_lengths()
         expected = {}
         for k in prediction.steps:
-            expected[k] = seen.get(SpecConfig(k), prediction.tokens_per_round(k))
+            expected[k] = observed.get(SpecConfig(k), prediction.tokens_per_round(k))
         return expected
 
     def _errors(self, rounds: Sequence[RoundStats]) -> dict[str, float]:
@@ -252,21 +253,21 @@ class Learning:
         if self.prediction is None:
             return {}
         requests: Counter[int] = Counter()  # by step count; one for every round of a request
-        observed = []
+        histograms = []
         for stats in rounds:
             if stats.config.num_steps in self.prediction.steps and any(stats.accepted):
                 requests[stats.config.num_steps] += sum(stats.accepted)
-                observed.append(stats.histogram)
-        if not observed:
+                histograms.append(stats.histogram)
+        if not histograms:
             return {}
-        seen = accept_length(pooled(observed))
+        observed_tokens = accept_length(pooled(histograms))
         by_trainer = {k: self.prediction.tokens_per_round(k) for k in requests}
         expected = _mean(self._expected(self.prediction), requests)
         return {
             "predict/predicted_tokens": expected,
             "predict/trainer_tokens": _mean(by_trainer, requests),
-            "predict/observed_tokens": seen,
-            "predict/error": expected - seen,
+            "predict/observed_tokens": observed_tokens,
+            "predict/error": expected - observed_tokens,
         }
 
     def _metrics(
@@ -313,6 +314,7 @@ def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
         return None
     off = times.candidates.index(OFF)
     drafting = times.candidates.index(stats.config)
+    # `context_tokens` is 0 if no round was timed; a request has at least one token
     context = stats.context_tokens or stats.batch
     ms = times.ms(stats.batch, context)
     if times.errors(drafting)[off] > KNOWN:
@@ -321,6 +323,7 @@ def _plain_over(times: RoundTimes, stats: RoundStats) -> float | None:
     if stats.if_all:  # ragged rounds: they verified fewer drafts than `times.ms` counts
         drafts = np.array([stats.verified / sum(stats.accepted)])
         of_ragged = times.ragged_ms(drafting, stats.batch, context, drafts)
+        # at least a plain round's time, as in `RoundTimes.ms`; `ragged_ms` has no such bound
         took = max(float(of_ragged[0]), ms[off])
     return ms[off] / took
 

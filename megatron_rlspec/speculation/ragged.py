@@ -2,20 +2,21 @@
 
 Drafts differ in how likely they are to be accepted. The drafter's own probability q of a draft predicts it. A request's
 drafts are a chain: each one counts only if all before it are accepted. The *product* of a draft is the probability that
-the chain is accepted up to it. A round verifies the drafts whose product reaches a threshold. `rule.py` computes the
-threshold with the most tokens per ms: it is higher where one more verified token costs more.
+the chain is accepted up to it. A round verifies the drafts whose product reaches a threshold. `rule.py` asks
+`Selection.plan` for the threshold with the most tokens per ms: it is higher where one more verified token costs more.
 
 * `table` turns q into a *chance*: the probability that a draft is accepted if those before it are. It is learnt from
   verified drafts: each one whose predecessors were accepted shows its own outcome. One of EXPLORE requests verifies
   all its drafts, so that drafts below the threshold show theirs, too.
-* `plan` returns the best threshold, by the chains of the latest rounds.
+* `plan` compares thresholds by the chains of the latest rounds.
 * `observe` estimates what a round would have accepted if it had verified all drafts: what was not verified counts by
   its chance. So the acceptance of a depth is not that of likely drafts alone.
 
 The text stays the same under position-keyed sampling, and the distribution under `target_only`, because a draft that is
 not verified is sampled later by the target itself.
 
-Numpy and scipy only. It reads no clock and draws no random numbers, so ranks that see the same drafts choose the same.
+This file reads no clock and draws no random numbers, so ranks that see the same drafts in the same order choose the
+same.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Selection:
         return lengths
 
     def observe(self, logq: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> list[float]:
-        """Learn from a round of `steps` drafts, at most `depth`.
+        """Learn from a round of `steps` drafts, from 1 to `depth`. Call it once for each round.
 
         logq                [C, steps] of the requests of which only some drafts were verified
         verified, accepted  [B] drafts of each request, accepted <= verified. B >= C: the requests from the C-th on
@@ -122,29 +123,28 @@ class Selection:
 
         Returns how many requests would accept 0, 1, ... drafts if all were verified, estimated: [steps + 1] floats.
         """
-        ragged, steps = (
-            logq.shape
-        )  # `ragged`: the number of requests of which some drafts were verified
+        # `chosen`: C, the number of requests of which only some drafts were verified
+        chosen, steps = logq.shape
         cells = self._cells(logq)
         depth = np.arange(steps)[:, None]
         is_accepted = depth < accepted  # [steps, B]
         # Drafts with a known outcome: the accepted ones, and the refused one, if it was verified.
-        has_outcome = depth < np.minimum(verified, accepted + 1)[:ragged]
+        has_outcome = depth < np.minimum(verified, accepted + 1)[:chosen]
         # The draft's bin (its cell // 64), plus BINS if it was accepted.
-        outcomes = (cells + CELLS * is_accepted[:, :ragged])[has_outcome] // (CELLS // BINS)
+        outcomes = (cells + CELLS * is_accepted[:, :chosen])[has_outcome] // (CELLS // BINS)
         refused, passed = np.bincount(outcomes, minlength=2 * BINS).reshape(2, BINS)
         self.counts[0] += refused + passed
         self.counts[1] += passed
-        chains = np.full((len(self._chains), ragged), -1)
+        chains = np.full((len(self._chains), chosen), -1)
         chains[:steps] = cells
         self._chains = np.concatenate([chains, self._chains], 1)[:, :LATEST]
         self._products = None
-        self._seen += ragged
+        self._seen += chosen
         # The chance of each draft: 1 or 0 where it was verified, else that of the table.
         chances = is_accepted.astype(float)
-        unverified = depth >= verified[:ragged]
-        of_ragged = chances[:, :ragged]  # a view, written in place
-        of_ragged[:] = np.where(unverified, self.table.take(cells), of_ragged)
+        unverified = depth >= verified[:chosen]
+        of_chosen = chances[:, :chosen]  # a view, written in place
+        of_chosen[:] = np.where(unverified, self.table.take(cells), of_chosen)
         # requests that accept at least 0, 1, ... drafts
         reached = [len(accepted), *_products(chances).sum(1).tolist(), 0.0]
         return [at_least - more for at_least, more in itertools.pairwise(reached)]
@@ -219,7 +219,7 @@ class Selection:
         chances: np.ndarray = self.table[self._chains]
         for depth, missing in enumerate(self._chains < 0):
             present = chances[depth, ~missing]
-            if not len(present):
+            if not len(present):  # never at depth 0: every chain has a draft there
                 present = chances[depth - 1]
             chances[depth, missing] = np.resize(present, missing.sum())
         return chances

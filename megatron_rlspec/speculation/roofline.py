@@ -1,7 +1,8 @@
 """The cost of decode rounds by a model's sizes: a roofline. Nothing here is measured; `round_times.py` corrects it.
 
-The unit of "ms" is free: only ratios of costs count, and `RoundTimes` learns the factor to real ms. `of_layers` and
-`of_model` take one plain pass at batch 1 as the unit.
+`rule.py`, `learning.py`, `graphs.py` and `extensions/migration/plans/` compare rounds by it. The unit of "ms" is free:
+only ratios of costs count, and `RoundTimes` learns the factor to real ms. `of_layers` and `of_model` take one plain
+pass at batch 1 as the unit.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class Roofline:
         `ridge_tokens` is the number of tokens that a pass computes in the time of reading the weights: about 37 on an
         H20, 150 on an A100, 300 on an H100, by the vendors' data sheets. None of this is measured.
         """
-        return cls(1.0, 1.0 / ridge_tokens, 0.0, 1.0 / layers)  # the first four fields
+        # weights_ms, token_ms, context_ms, drafter
+        return cls(1.0, 1.0 / ridge_tokens, 0.0, 1.0 / layers)
 
     @classmethod
     def of_model(
@@ -95,7 +97,10 @@ class Roofline:
         the keys and values of every context token, in the type of the weights, once for all tokens that it verifies. It
         computes the experts that each token uses, and reads the experts that any of its tokens uses, as if tokens chose
         at random. The drafter is one layer, or the layers of the EAGLE-3 drafter, a projection before it, and a head
-        over the draft vocabulary.
+        over the draft vocabulary. `host_ms`, `pass_ms` and `sample_ms` stay 0.
+
+        Raises KeyError for a config without one of the four sizes that every model has: `hidden_size`, `vocab_size`,
+        `num_hidden_layers` and `num_attention_heads`.
         """
         hidden = config["hidden_size"]
         layer = _attention(config) + _mlp(config)
@@ -107,6 +112,7 @@ class Roofline:
         target = config["num_hidden_layers"] * layer + head
         drafter = draft_layer + draft_head
         routed, used = _experts(config)
+        # by position: weights_ms, token_ms, context_ms, drafter
         return cls(
             1.0,
             1.0 / ridge_tokens,

@@ -24,10 +24,11 @@ Round = tuple[SpecConfig, int, int, float | None]
 class _Sum:
     """What `RoundStats` needs, added up over rounds of one configuration and batch size."""
 
-    rounds: int = 0  # timed ones only, as for `ms` and `context`
+    rounds: int = 0  # timed ones only, as in `ms` and `context`
     ms: float = 0.0
     context: int = 0  # tokens
-    accepted: list[int] = field(default_factory=list)  # of all rounds, as `verified` and `if_all`
+    # of all rounds, timed or not, as the two after it
+    accepted: list[int] = field(default_factory=list)
     verified: int = 0
     if_all: list[float] = field(default_factory=list)
 
@@ -54,7 +55,8 @@ class RoundLog:
         batch             requests of the round
         context           tokens of all of them
         accepted          at index i, the number of requests that accepted i drafts
-        verified, if_all  as in `RoundStats`
+        verified, if_all  as in `RoundStats`. Between two calls of `take`, give `if_all` for all rounds of a
+                          configuration and batch size or for none: else `RoundStats.histogram` leaves out the others
         """
         self._recent.append((config, batch, context, ms))
         total = self._sums.setdefault((config, batch), _Sum())

@@ -9,6 +9,9 @@ cost is wrong about one of them. Both are estimated separately near each power o
 by a Kalman filter: the more uncertain an estimate is, the further a timing moves it. Only differences between errors
 matter to a choice. They become known when two configurations run shortly after each other.
 
+An engine's `SpecRule` owns a `RoundTimes`. The trainer's `Learning` makes one from what engines report, to estimate
+what drafting saved.
+
 Nothing here reads a clock. Ranks that make the same calls in the same order, with the same durations, have the same
 estimates.
 """
@@ -73,7 +76,7 @@ class RoundTimes:
         self.noise = NOISE
         self.timings = [0] * len(self.candidates)
         self.comparisons = 0
-        self._octave = -1  # the present one, of `enter`
+        self._octave = -1  # the present one, set by `enter`; -1: none yet
         self._last: SpecConfig | None = None  # configuration of the last round
         # log(ms / cost) of the first of two rounds in a row
         self._first_of_pair: float | None = None
@@ -124,6 +127,7 @@ class RoundTimes:
         quarter = _quarter(batch, context_tokens)
         key = candidate, batch, quarter
         if key not in self._curves:
+            # one multiple more than the most drafts, so that `place + 1` below exists, too
             counts = np.arange(8 * config.num_steps + 2) / 8
             sizes = np.array(batch), np.array(_context_of(batch, quarter))
             self._curves[key] = self.cost.grid([config], *sizes, counts).tolist()
@@ -150,6 +154,7 @@ class RoundTimes:
         covariance = self._prior.copy()
         covariance[0, 0] = NEVER_SEEN**2
         if self.octaves:
+            # of two equally near ones the lower: all ranks must take the same
             nearest = min(self.octaves, key=lambda other: (abs(other - octave), other))
             mean, covariance = (part.copy() for part in self.octaves[nearest])
             far = abs(nearest - octave)
@@ -194,7 +199,7 @@ class RoundTimes:
         """
         _, covariance = self.octaves[self._octave]
         column = covariance[0] + covariance[1 + candidate]
-        return bool(column[0] + column[1 + candidate] < 0.25)
+        return bool(column[0] + column[1 + candidate] < 0.25)  # the variance of the sum: 0.5²
 
     def timed(
         self,
@@ -251,6 +256,7 @@ class RoundTimes:
         covariance[0, 0] += DRIFT**2
         noise = 0.68 * self.noise**2  # variance of the smaller of two normal values
         difference = log_ms - mean[0] - mean[i]
+        # covariance of (speed, errors) with the measured sum, and the variance of the measurement
         column = covariance[0] + covariance[i]
         variance = column[0] + column[i] + noise
         # A timing far off means that the estimates are less certain than they claim.
@@ -273,7 +279,10 @@ class RoundTimes:
         covariance -= np.outer(column, column) / variance
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state for `restore`, of this or another engine. `Learning` also reads "timings" of it."""
+        """Return the state for `restore`, of this or another engine. `Learning` also reads "timings" of it.
+
+        The list "timings" is not a copy: it changes with later calls of `timed`, until it is written as JSON.
+        """
         octaves = {}
         for octave, (mean, covariance) in self.octaves.items():
             octaves[str(octave)] = [mean.tolist(), covariance.tolist()]

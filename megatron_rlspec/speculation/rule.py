@@ -10,9 +10,12 @@ change. If another one could be better within the errors of the estimates, a few
 (`trials`). Plain decoding (`OFF`) is a candidate, and the first to be tried.
 
 An engine calls `choose` before each round, and `observe` and `timed` after it. Engines that verify a part of the drafts
-also call `lengths` or `drafts` in between. The callers are `rollout/sglang/scheduler/decisions.py` and
-`rollout/embedded/choice.py`. Every tensor-parallel rank has a rule of its own, and all must choose the same, because
-they run one round together. So the rule reads no clock and draws no random numbers: it depends only on its calls.
+also call `lengths` or `drafts` in between. The callers are, in SGLang, `decisions.py` and `controller.py` of
+`rollout/sglang/scheduler/`; in the embedded engine `choice.py`, `engine.py` and `rounds.py` of `rollout/embedded/`.
+
+Every tensor-parallel rank has a rule of its own, and all must choose the same, because they run one round together. So
+the rule reads no clock and draws no random numbers: it depends only on its calls and their arguments, which must be the
+same on all ranks.
 
 The trainer sends a new rule as JSON between rollouts (`learning.py`, `from_json`). The rule follows ReSpec, section
 5.2, which profiles before training only; this rule goes on measuring.
@@ -68,8 +71,8 @@ class SpecRule:
                 is tried at once, and only once
     ragged      whether a round verifies only the drafts of each request that pay (`ragged.py`). The engine then calls
                 `lengths` or `drafts` between drafting and verifying
-    catch_up    after `choose`: the number of requests that draft in the round. The drafter must read before it what it
-                has missed of them. They are those that missed the fewest tokens
+    catch_up    after `choose`: the number of requests that draft in the round, 0 under OFF. They are those of which the
+                drafter missed the fewest tokens. Before the round, it must read what it missed of them
 
     It has no lock: calls must not overlap.
     """
@@ -95,7 +98,7 @@ class SpecRule:
         self._chosen = 0  # index of the candidate of the round just chosen
         # batch and context that the plans are for, rounded logarithms (`_plan`)
         self._planned = (-1, -1)
-        self._since_plan = 0  # rounds
+        self._since_plan = 0  # rounds since these plans
         self.cost = cost
         self.catch_up = 0
         self.times = RoundTimes(cost, self.candidates)
@@ -122,6 +125,7 @@ class SpecRule:
     ) -> SpecConfig:
         """Return the configuration of the next round, of `batch` requests with `context_tokens` tokens together.
 
+        batch   at least 1
         missed  takes n; returns how many tokens the drafter has not read of the n requests that missed least. The
                 engine must let it read those of `catch_up` requests before the round
         apart   whether a part of the requests can catch up and draft while the others do not; if not, all of them do
@@ -247,7 +251,7 @@ class SpecRule:
         A configuration that is missing has no limit. Each call replaces all earlier limits. The engine must leave one
         that may run at every batch size: above all limits the shallowest one would run, without a graph.
         """
-        self._most_batch = most_batch
+        self._most_batch = most_batch  # by configuration, for `inherit` and `timed`
         self._most = [most_batch.get(config, math.inf) for config in self.candidates]
 
     def inherit(self, former: SpecRule) -> None:
@@ -324,7 +328,7 @@ class SpecRule:
         ms, rates    of each candidate in the round to come; a rate of 0: it must not run
         catch_up_ms  takes n; returns the ms in which the drafter reads what the n requests missed that missed least
         """
-        best = rates.index(max(rates))
+        best = rates.index(max(rates))  # of equal rates the first, which drafts least
         # The batch shrinks within a rollout, so one of more than twice the size is of a new rollout.
         new_rollout = batch > 2 * self._batch
         self._batch = batch
@@ -355,6 +359,7 @@ class SpecRule:
             elif new_rollout and gain > 0:
                 counted = gain + PATIENCE
             self._lost[i] = max(self._lost[i] + counted, 0.0)
+        # Only the best one now: another candidate may have gained more over the last rounds.
         if best != incumbent and self._lost[best] > threshold:
             self._make_incumbent(best)
 

@@ -141,7 +141,8 @@ class Trials:
         requests = now.batch
         reading = 0.0
         if now.incumbent == self._off:
-            # The drafter must first read what it missed. A few requests suffice: DRAFTS of them over ROUNDS rounds.
+            # The drafter must first read what it missed. A few requests suffice: DRAFTS of them over ROUNDS rounds, so
+            # DRAFTS / ROUNDS in each, rounded up.
             if now.apart:
                 requests = min(now.batch, -(-DRAFTS // ROUNDS))
             reading = now.catch_up_ms(requests) / now.ms[now.incumbent]
@@ -159,7 +160,7 @@ class Trials:
         self._tried = tried
         self._left = ROUNDS
         if self._steps(tried) > self._steps(now.incumbent):
-            self._left = max(ROUNDS, -(-DRAFTS // requests))
+            self._left = max(ROUNDS, -(-DRAFTS // requests))  # DRAFTS / requests, rounded up
         self.requests = requests
         self.interval = min(2 * self.interval, MOST_WAIT)
         self.wait = self.interval
@@ -197,6 +198,7 @@ class Trials:
             if self._off not in (-1, incumbent):
                 error = errors[self._off]
                 ahead = math.log(now.rates[incumbent] / now.rates[self._off])
+                # not if the incumbent is ahead by more than three standard deviations can explain
                 if must_compare or (error > PLAIN_ERROR and ahead < 3 * error):
                     return self._off
         best, most = -1, 0.0

@@ -1,7 +1,11 @@
 """The draft vocabulary: the tokens that drafts are chosen from (FR-Spec, arXiv 2502.14856), the most frequent ones.
 
-The drafter's head is a part of the target's output layer, and nothing is trained in it. So the choice may change at
-every push. It never changes the text's distribution: the target verifies over the whole vocabulary.
+An MTP drafter's head is a part of the target's output layer, and nothing is trained in it. So the choice may change at
+every push. It never changes the text's distribution: the target verifies over the whole vocabulary. An EAGLE-3 drafter
+has a head of its own, so its choice is made once, with the drafter (`conversion/drafter_files.py`).
+
+`run/drafter_training.py` calls `observe` and `ids` in every step. `conversion/drafter_files.py` and
+`rollout/sglang/http/serve.py` call `ids` without a rollout before: they get `always` and the lowest other ids.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ KEEP = 0.9  # weight of earlier rollouts in the counts, per rollout
 class DraftVocabulary:
     """Counts the tokens of rollouts, and chooses `size` of the `total` token ids.
 
-    always  ids that are always among them, such as the end of a text
+    always  ids below `total` that are always among them, such as the end of a text
 
-    Raises ValueError for a size that is not between the number of `always` and `total`.
+    Raises ValueError for a size of 0, below the number of different ids in `always`, or not below `total`.
     """
 
     def __init__(self, size: int, total: int, always: Sequence[int] = ()) -> None:
@@ -57,6 +61,6 @@ class DraftVocabulary:
         return {"ids": seen.tolist(), "counts": self.counts[seen].tolist()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set what `state` returned."""
+        """Set what `state` returned. `total` must be the same, or larger."""
         self.counts[:] = 0.0
         self.counts[np.array(state["ids"], np.int64)] = state["counts"]
