@@ -90,7 +90,8 @@ class FusedRows:
             # the zeros are its gradient.
             width = 0
             logits.zero_()
-        self._chunk = logits, width, head.temperature
+        # the first arguments of `read`, `write_label` and `write_forward_kl` in `kernels/losses.py`
+        self._kernel_input = logits, width, head.temperature
         columns = None
         ids = None
         # Both or neither: the kernel has one switch for them (MAPPED).
@@ -107,7 +108,7 @@ class FusedRows:
             factors = to_device(torch.tensor(SHARPNESS), logits.device)
             seeds, keys = (to_device(x, logits.device) for x in noise)
             noise_of_labels = kernel.Noise(seeds, keys, labels, label, factors, head.start, ids)
-        of_rank = kernel.read(*self._chunk, with_entropy, self._teacher, noise_of_labels)
+        of_rank = kernel.read(*self._kernel_input, with_entropy, self._teacher, noise_of_labels)
         self._of_rank = of_rank
         # Each rank's sums are relative to the largest z of its own columns. Correct them to that of all columns, then
         # add them over the ranks, in one call.
@@ -161,7 +162,7 @@ class FusedRows:
         The caller divides `on_logprob` by the temperature if it wants the gradient in the logits.
         """
         columns = self._head.places(self._labels)
-        self._kernel.write_label(*self._chunk, self.lse, columns, on_logprob)
+        self._kernel.write_label(*self._kernel_input, self.lse, columns, on_logprob)
 
     def write_forward_kl(self, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Overwrite the logits by `scales [C]` times the gradient of forward KL in logits / temperature.
@@ -169,7 +170,7 @@ class FusedRows:
         Return (Σ min(p, q), forward KL), `[C]` each. It needs a teacher.
         """
         overlap = self._kernel.write_forward_kl(
-            *self._chunk, self.lse, self._teacher, scales, self._mass
+            *self._kernel_input, self.lse, self._teacher, scales, self._mass
         )
         return self._head.sum(overlap), self.value
 

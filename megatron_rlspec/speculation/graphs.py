@@ -54,8 +54,8 @@ def largest_batches(
     The best has the most expected tokens per ms of a roofline in which contexts cost nothing. The acceptance rates
     tried are a_d = a_1 * DECAY ** (d - 1), with a_1 from 0 to MOST_ACCEPTANCE.
 
-    A shallower candidate gets at least the batches of each deeper one, and the shallowest one gets every batch, so the
-    rule can always draft less.
+    A candidate that is never the best gets batch 1. A shallower candidate gets at least the batches of each deeper one,
+    and the shallowest one gets every batch, so the rule can always draft less.
 
     candidates  at least one; without equal ones, as `chains` makes them
     max_batch   the largest batch of the engine

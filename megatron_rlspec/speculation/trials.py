@@ -60,7 +60,7 @@ class Trials:
 
     acceptance, times  the estimates, which the rule shares and updates
     forecast           acceptance a_1, a_2, ... that the trainer predicts for new weights; None: none, or used already
-    requests           the number of requests that draft in the present trial
+    requests           the number of requests that draft in the present trial; only if `next` returned a candidate
     unseen             rounds since acceptance was last observed; `rule.py` counts them
     allowance          rounds that trials may lose now; it can fall below 0, and no trial begins until it has recovered
     interval, wait     rounds from one trial to the next, and how many of them are left
@@ -130,7 +130,8 @@ class Trials:
         foretold = tried >= 0
         if not foretold and self.wait > 0:
             return False
-        # The last trial is paid only now: its rounds are timed by now, so its loss is estimated better.
+        # The last trial is paid only now: its rounds are timed by now, so its loss is estimated better. Before the first
+        # trial `_unpaid` is 0, so it does not matter that `_tried` is -1.
         self.allowance -= self._unpaid * self._loss(self._tried, now)
         self._unpaid = 0
         if not foretold:
@@ -151,7 +152,7 @@ class Trials:
             # The cost model may be wrong about the loss. Without a trial that would stay unknown.
             loss = 0.0
         if loss + reading > self.allowance:
-            return False
+            return False  # `wait` stays over: the next round asks again, with a larger allowance
         self.allowance -= reading
         if foretold:
             # The forecast counts once. What was observed before is of other weights, so it may be off by the most.
