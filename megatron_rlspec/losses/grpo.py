@@ -79,8 +79,8 @@ def has_signal(rewards: Sequence[float], *, known: Sequence[bool]) -> bool:
 def overlong_penalty(length: int, *, max_length: int, zone: int) -> float:
     """Return the addition to the reward of a response of `length` tokens: 0, falling to -1 over the last `zone` tokens.
 
-    From `max_length` on it is -1; with `zone` = 0 it is always 0. All arguments are in tokens. It is DAPO's soft overlong
-    punishment, arXiv 2503.14476, eq. 13.
+    From `max_length` on it is -1; with `zone` = 0 it is always 0. All arguments are in tokens. DAPO calls it soft
+    overlong punishment (arXiv 2503.14476, eq. 13).
     """
     if zone == 0:
         return 0.0

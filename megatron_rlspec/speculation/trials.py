@@ -130,8 +130,8 @@ class Trials:
         foretold = tried >= 0
         if not foretold and self.wait > 0:
             return False
-        # The last trial is paid only now: its rounds are timed by now, so its loss is estimated better. Before the first
-        # trial `_unpaid` is 0, so it does not matter that `_tried` is -1.
+        # The last trial is paid only now: its rounds are timed by now, so its loss is estimated better. Before the
+        # first trial `_unpaid` is 0, so it does not matter that `_tried` is -1.
         self.allowance -= self._unpaid * self._loss(self._tried, now)
         self._unpaid = 0
         if not foretold:
@@ -152,7 +152,7 @@ class Trials:
             # The cost model may be wrong about the loss. Without a trial that would stay unknown.
             loss = 0.0
         if loss + reading > self.allowance:
-            return False  # `wait` stays over: the next round asks again, with a larger allowance
+            return False  # `wait` is not set: the next round asks again, with a larger allowance
         self.allowance -= reading
         if foretold:
             # The forecast counts once. What was observed before is of other weights, so it may be off by the most.
