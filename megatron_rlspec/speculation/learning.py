@@ -47,7 +47,7 @@ class Saved(NamedTuple):
     """Durations of a rollout's rounds in ms, summed over engines.
 
     ms           as they were
-    plain_ms     as estimated for the same tokens by plain decoding
+    plain_ms     as plain decoding would have taken for the same tokens, estimated
     drafting_ms  the part of `ms` that rounds with drafts took
     """
 
@@ -57,7 +57,10 @@ class Saved(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return plain decoding's time for the tokens of the drafting rounds over theirs; 1 without such rounds."""
+        """Return how often the drafting rounds' time fits into that of plain decoding for the same tokens.
+
+        1 without drafting rounds.
+        """
         return 1 + (self.plain_ms - self.ms) / self.drafting_ms if self.drafting_ms else 1.0
 
 
