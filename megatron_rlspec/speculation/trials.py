@@ -3,8 +3,8 @@
 `rule.py` chooses the incumbent, and asks `Trials.next` before every round whether to run another candidate. A candidate
 is tried if it could be better than the incumbent within the errors of the estimates, and if the allowance pays for what
 the trial may lose. The allowance begins with FREE rounds and grows by SHARE with every round. Until two candidates were
-timed one after the other, the loss of a trial that begins counts as 0, because its estimate comes from the model's
-sizes alone. Each trial that changes nothing doubles the wait for the next.
+timed one after the other, the loss of a trial that begins counts as 0: its estimate may be wrong, and only a trial can
+show it. Each trial that changes nothing doubles the wait for the next.
 
 Losses, the allowance and waits are in rounds of the incumbent. A candidate is an index into `candidates`; -1 is none.
 """
