@@ -57,7 +57,7 @@ class Saved(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Return plain decoding's time over the drafting rounds' time, for the tokens of these; 1 without such rounds."""
+        """Return plain decoding's time over the drafting rounds' time, for the same tokens; 1 without such rounds."""
         return 1 + (self.plain_ms - self.ms) / self.drafting_ms if self.drafting_ms else 1.0
 
 
