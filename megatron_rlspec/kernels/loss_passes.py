@@ -87,10 +87,8 @@ def statistics(
 ):  # fmt: skip
     """Write the sums of one row over this rank's words: the fields of `losses.Statistics`, which has their meaning.
 
-    logits, stride, width, temperature   as in `gradient`, but only read
-    teacher to columns                   the fields of `losses.Teacher`; read for KIND "forward_kl" only
-    seeds to factors                     the fields of `losses.Noise`; read for FACTORS > 0 only
-    peaks to beaten                      written
+    `teacher` to `columns` are the fields of `losses.Teacher`, read for KIND "forward_kl" only. `seeds` to `factors` are
+    those of `losses.Noise`, read for FACTORS > 0 only. `peaks` to `beaten` are written.
 
     KIND      "none", "entropy" or "forward_kl"
     MAPPED    whether `columns` and `words` are given; else columns are the teacher's, and ids start at `offset`
@@ -121,7 +119,6 @@ def statistics(
         # exp(-noise of the label) · 2^32: the label's part of the bound below
         limit = tl.exp(-score_of(label_score * 0, hash_of(state, label)).to(tl.float32)) * SLACK
         # Rows without a seed and slots without a factor count as lost at once, so that no word is compared for them.
-        # `slots * 0` gives the shape [SLOTS].
         lost = (slots * 0 + (tl.load(seeds + row) < 0).to(tl.int32)) | (slots >= FACTORS).to(
             tl.int32
         )
@@ -155,8 +152,7 @@ def statistics(
                 else:
                     word = column + offset
                 # A word can beat the label at sharpness s only if 1 - u <= exp(s · (z - label's z)) · exp(-label's
-                # noise); see `sampling.py`. The bound takes the s that is best for the word, of those not lost yet:
-                # the largest for a word with a larger z than the label, else the smallest.
+                # noise); see `sampling.py`. The bound takes the best s of those not lost yet, by the sign of `ahead`.
                 one_minus_u = (hash_of(state, word) ^ 0xFFFFFFFF).to(tl.float32)  # times 2^32
                 ahead = z - label_score
                 most = tl.max(tl.where(lost == 0, factor, -_INF), 0)
