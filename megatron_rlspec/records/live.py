@@ -1,7 +1,8 @@
-"""One line for each step of a run, on the run's terminal, and one about what speculation saved at its end.
+"""Format a run's progress for its terminal: one line for each step, and at the end one about what speculation saved.
 
-Records are those of `metrics.jsonl`. `metric_names.toml` describes their keys; a key that is renamed there and where it
-is written must be renamed here, too. `run/recording.py` prints the lines, and `commands/report/` uses `saving`.
+This file only makes texts. `run/recording.py` prints the lines, and `commands/report/` uses `saving` and `duration`.
+The records are those of `metrics.jsonl`. `metric_names.toml` describes their keys. If a key is renamed, rename it in
+this file, too: an unknown key is left out without an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import NamedTuple
 
 from megatron_rlspec.texts import printable
 
-# Key of a record -> the name shown for it, and its format. The most important first: a line is cut at its end.
+# Key of a record -> the name shown for it, and its format. The most important first: what does not fit at the end of a
+# line is left out.
 SHOWN = {
     "rollout/reward": ("reward", "{:.3f}"),
     "rollout/failed_rewards": ("failed rewards", "{:.0f}"),
@@ -27,17 +29,18 @@ SHOWN = {
     "rollout/response_length": ("length", "{:.0f}"),
     "rollout/tokens_per_second": ("tokens/s", "{:.0f}"),
 }
-LOSSES = ("policy/loss", "drafter/loss_1")  # shown where there is no reward
-# left out if they are 0, the normal value
+# keys that are shown only for steps without a reward, as those of supervised training
+LOSSES = ("policy/loss", "drafter/loss_1")
+# keys that are left out if their value is 0, the normal one
 WARNINGS = ("rollout/failed_rewards", "rollout/groups_without_advantage", "rollout/truncated")
-WIDEST = 120  # characters of a line
+WIDEST = 120  # characters of a line, at most
 FRESH_SECONDS = "drafter/seconds_fresh"  # written by `extensions/drafter_schedules/fresh.py`
 CLEAR_SHARE = 0.05  # of the decoding time: smaller savings are within the error of the estimate
 Numbers = Mapping[str, float]  # the record of a step, by key
 
 
 def line(step: int, total: int, values: Numbers, seconds_left: float = 0.0) -> str:
-    """Return one step as a line of at most `WIDEST` characters. What does not fit is left out.
+    """Return one step as a line of at most `WIDEST` characters. What does not fit is left out, but never the time left.
 
     step          from 0, as in the record; the line counts from 1
     total         steps of the run
@@ -55,7 +58,7 @@ def line(step: int, total: int, values: Numbers, seconds_left: float = 0.0) -> s
 def _parts(values: Numbers) -> Iterator[str]:
     """Yield what a line shows of a record, the most important first."""
     for key, (name, number_format) in SHOWN.items():
-        value = values.get(key, math.nan)  # NaN is left out, too
+        value = values.get(key, math.nan)  # A missing key counts as NaN, and NaN is left out.
         if math.isnan(value) or (key in WARNINGS and not value):
             continue
         if key in LOSSES and "rollout/reward" in values:
@@ -102,7 +105,8 @@ class Saving(NamedTuple):
 
 def saving(records: Sequence[Numbers]) -> Saving | None:
     """Return what speculation saved in a run, from the records of its steps; None if no step has an estimate."""
-    # `speculation/learning.py` writes this key only with rounds, so the two keys below have numbers, too.
+    # `speculation/learning.py` writes "spec/saved_seconds" only for steps with timed rounds. So the two keys below have
+    # numbers in these records, too.
     estimated = [values for values in records if "spec/saved_seconds" in values]
     if not estimated:
         return None

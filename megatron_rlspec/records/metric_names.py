@@ -1,6 +1,7 @@
-"""What every key in `metrics.jsonl` means: for the report's hints and the documentation's page of metrics.
+"""Look up what a key in `metrics.jsonl` means: for the hints of `commands/report/` and for `tools/metrics_page.py`.
 
-The table is `metric_names.toml` beside this file. Its head describes the fields.
+The table is `metric_names.toml` beside this file. Its head describes the fields. `tests/run/test_run.py` fails if the
+table lacks a key that its runs write.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-# Placeholders in keys of the table, and the pattern that each stands for.
+# Placeholder in keys of the table -> the pattern that it stands for: a draft's depth, a configuration such as "k3" or
+# "off", a part of a reward.
 PLACEHOLDERS = {"<d>": r"\d+", "<config>": r"\w+", "<part>": r"\w+"}
-# values of `normal` that a number can be compared with, without sign or exponent; other values are prose
+# Texts of `Metric.normal` with which a number can be compared. The limit has no sign and no exponent. All other texts
+# are prose.
 BOUND = re.compile(r"(below|above|at least|) ?(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """An entry of the table: a key, or a family of keys with a placeholder. Fields as in the table.
+    """An entry of the table: a key, or a family of keys with a placeholder.
 
-    act  "" if the value is for information only
+    unit     "" for a plain number or a sum
+    meaning  what the number is
+    normal   which values a healthy run shows
+    act      what to do about other values; "" if the value is for information only
     """
 
     key: str
@@ -30,9 +36,9 @@ class Metric:
     act: str = ""
 
     def is_normal(self, value: float) -> bool | None:
-        """Return whether a value is normal; None unless `normal` is a number, `below N`, `above N` or `at least N`.
+        """Return whether a value is normal; None if `normal` is prose.
 
-        NaN is not normal then.
+        `normal` can be compared if it is a number, `below N`, `above N` or `at least N`. A value of NaN is not normal.
         """
         bound = BOUND.fullmatch(self.normal)
         if bound is None:
@@ -61,8 +67,8 @@ def _read() -> list[tuple[re.Pattern[str], Metric]]:
     return entries
 
 
-# Read at import. `find` takes the first match, so in the table an exact key stands before a family that would match it,
-# too.
+# Read at import. `find` takes the first match. So in the table an exact key must stand before a family that would match
+# it, too.
 _ENTRIES = _read()
 METRICS = tuple(metric for _, metric in _ENTRIES)
 

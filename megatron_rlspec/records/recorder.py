@@ -1,8 +1,9 @@
-"""Write a run's records, events and sample texts to JSONL, and read them.
+"""Write a run's records, events and sample texts to JSONL files, and read them.
 
-Only rank 0 makes a Recorder; any process may read.
+A record is what a step writes to `metrics.jsonl`: one JSON object with the step's metrics.
 
-Users and `commands/report/` read these files. `docs/runs.md` lists them, and `metric_names.toml` the keys of records.
+`run/recording.py` makes the only `Recorder` of a run, on rank 0; any process may call `read_records`. Users and
+`commands/report/` read these files. `docs/runs.md` lists the files, and `metric_names.toml` the keys of records.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
 
 Decode = Callable[[Sequence[int] | np.ndarray], str]  # token ids -> text
 LARGEST_FILE = 1 << 31  # bytes; `read_records` refuses a larger file
-# Packages whose versions can change a run's results.
+# Packages whose versions can change a run's results; `versions` lists the installed ones.
 VERSIONS = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers")
 
 
 class Recorder:
-    """Writes the records of a run into the JSONL files of `run_dir`.
+    """Writes the JSONL files of `run_dir`.
 
-    On resume at step n (`first_step`), the lines of step n and later are dropped from records, samples and moves first,
-    so that no step is recorded twice. Events stay. Steps count from 0.
+    If a run resumes at step n, pass it as `first_step`: the lines of step n and later are first dropped from records,
+    samples and moves, so that no step is recorded twice. With 0, a new run, all their lines are dropped. Events stay.
+    Steps count from 0.
     """
 
     def __init__(
@@ -47,17 +49,21 @@ class Recorder:
         first_step: int = 0,
         open_sinks: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
-        """`open_sinks` is called once the files hold nothing of `first_step` and later."""
+        """Clean the files of `run_dir`, which is made if it does not exist. Raises FileError for a damaged file.
+
+        `open_sinks` is called once the files hold nothing of `first_step` and later.
+        """
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        # A process that was killed during a `files.write` has left these.
+        # A process that was killed during a `files.write` has left such files.
         for partial in self.run_dir.glob(".*.partial"):
             # A directory is an unfinished model, which `models/hf_files.py` replaces at the next export.
             if not partial.is_dir():
                 partial.unlink()
         for name in ("metrics", "samples", "moves"):
             _keep_before(self.run_dir / f"{name}.jsonl", first_step)
-        # Their whole lines stay. An unfinished last line is dropped: the next record would be appended to it.
+        # All complete lines of these files stay. An unfinished last line is dropped: the next line would be appended to
+        # it.
         for name in ("events", "process"):
             _keep_before(self.run_dir / f"{name}.jsonl", math.inf)
         self._sinks = open_sinks()
@@ -65,8 +71,9 @@ class Recorder:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the record of a step to `metrics.jsonl`, with null for NaN and infinity, and send it to the sinks.
 
-        Values that are no numbers go to the file only. Call it once for each step, with rising steps: readers take the
-        last line for the newest step, and Weights & Biases ignores a step below the last one.
+        Values that are no numbers go to the file only. "step" and "time" are added, so `values` must not have these
+        keys. Call it once for each step, with rising steps: readers take the last line for the newest step, and Weights
+        & Biases ignores a step below the last one.
         """
         self._append("metrics", [{"step": step, "time": time.time(), **values}])
         numbers = {}
@@ -83,18 +90,19 @@ class Recorder:
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Print one line on stderr, and add the event to `events.jsonl`. Control characters are escaped.
 
-        kind    what it is about, in one word: "resume", "reward", "engine", ...
-        fields  further values of the event; not printed
+        kind    what the event is about, in one word: "resume", "reward", "engine", ...
+        fields  further values for the file, of JSON types; not printed
         """
         message = texts.printable(message)
         files.tell(f"[{kind}] {message}", sys.stderr)
         self._append("events", [{"time": time.time(), "kind": kind, "message": message, **fields}])
 
     def samples(self, step: int, samples: Sequence[Sample], decode: Decode) -> None:
-        """Add samples, whose `text` is set, to `samples.jsonl`, and send them to the sinks.
+        """Add samples, whose `text` must be set, to `samples.jsonl`, and send them to the sinks.
 
-        A row's `pieces` are the response's text in parts [text, whether its tokens are accepted drafts]. The keys
-        "prompt", "response", "label", "reward" and "status" are also columns in `sinks.py`.
+        `decode` is called on beginnings of each response (`pieces`). A row's `pieces` are the response's text in parts
+        [text, whether its tokens are accepted drafts]. The keys "prompt", "response", "label", "reward" and "status"
+        are also columns in `sinks.py`.
         """
         rows = []
         for sample in samples:
@@ -111,7 +119,8 @@ class Recorder:
             }
             if "reward_parts" in sample.metadata:
                 row["reward_parts"] = sample.metadata["reward_parts"]
-            # set by `tasks/rewards.py`; such a sample has the reward 0, which would look like a true one
+            # Set by `tasks/rewards.py` if the reward failed. The sample then has the reward 0, which would look like a
+            # true reward.
             error = sample.metadata.get("reward_error")
             if error is not None:
                 row |= {"reward": None, "reward_error": error}
@@ -136,14 +145,14 @@ class Recorder:
         self._append("moves", [{"step": step, **record}])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add all rows as lines to a JSONL file, or none if a write fails, as on a full disk. Raises OSError.
+        """Add all rows as lines to the file NAME.jsonl, or none if a write fails, as on a full disk. Raises OSError.
 
         There is no lock. If a write fails, lines that another thread adds to this file meanwhile may be cut off, too.
         """
         path = self.run_dir / f"{name}.jsonl"
         lines = [json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows]
         content = "".join(lines).encode()
-        # Unbuffered, so that a failure shows here. A write may take a part only.
+        # Unbuffered, so that a failing write raises here. One call of `write` may write a part of the content only.
         with path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             try:
@@ -188,6 +197,7 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
     """Split the response's text where accepted drafts begin and end; return [(text, whether it was drafted)].
 
     All texts together are the decoded response. A character with bytes on both sides of a split is in the later text.
+    No text is empty. `decode` is called for every split, on the response from its start.
     """
     tokens = sample.response
     # Pieces alternate: not drafted, drafted, not drafted, ... Some are empty, and are left out.
@@ -198,7 +208,8 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
         # from the start: a token's text can depend on the tokens before it
         text = decode(tokens[:last])
         if last < len(tokens):
-            # The end of the text is a part of a character: its other bytes follow.
+            # A replacement character at the end stands for a part of a character. The other bytes follow, so the next
+            # piece gets the character.
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         if last > first and len(text) > len(so_far):
             is_drafted = i % 2 == 1
@@ -210,7 +221,8 @@ def pieces(sample: Sample, decode: Decode) -> list[tuple[str, bool]]:
 def _keep_before(path: Path, step: float) -> None:
     """Drop the lines of `step` and later, and an unfinished last line that a killed run left. Raises FileError.
 
-    Lines without a step count as step 0. The file is replaced as a whole, so a crash leaves the old or the new one.
+    Lines without a step count as step 0. The file is replaced as a whole, so a crash leaves the old or the new file. If
+    there is no file, nothing happens.
     """
     if not path.exists():
         return
@@ -222,9 +234,10 @@ def _keep_before(path: Path, step: float) -> None:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file; none without a file.
+    """Return the objects of a JSONL file, one for each line; [] if there is no file.
 
-    An unfinished last line, which a killed run can leave, is dropped. Raises FileError.
+    An unfinished last line, which a killed run can leave, is left out. Numbers that were NaN or infinite are None.
+    Raises FileError for a file that is too large, and for any other line that is no JSON object.
     """
     path = Path(path)
     if not path.exists():

@@ -1,7 +1,7 @@
-"""Other places that get the records of a run: TensorBoard, and Weights & Biases, by their own packages.
+"""Send the records of a run to TensorBoard, and to Weights & Biases, by their own packages.
 
-Each is a sink with `write`, `samples` and `close`, which `Recorder` calls on rank 0. The packages are optional, so they
-are imported when a sink is opened.
+Each is a sink with `write`, `samples` and `close`, which `Recorder` in `recorder.py` calls on rank 0. `log.sinks` in a
+run's options names the sinks. Their packages are optional, so a package is imported only when its sink is opened.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TensorBoard:
     def __init__(self, run_dir: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # 0 is a new run, which hides nothing
+        # `first_step` 0 is a new run, which hides nothing.
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step or None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -50,7 +50,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, whose id is in `run_dir/wandb_id`, so that a resumed run goes on in the same one.
+    """A run of Weights & Biases. The file `run_dir/wandb_id` has its id, so that a resumed run goes on under this id.
 
     The service keeps the first value of a step. So steps that a resume repeats keep their old values there.
     """
@@ -66,7 +66,8 @@ class WeightsAndBiases:
                 f"log.sinks=wandb: it cannot be imported: {one_line(error)}"
             ) from None
         file = run_dir / "wandb_id"
-        if not (first_step and file.exists()):  # a new run, even in an old directory, gets a new id
+        # A new run gets a new id, also in a directory that was used before.
+        if not (first_step and file.exists()):
             files.write(file, uuid.uuid4().hex)
         try:
             self._run = self._package.init(
@@ -100,7 +101,10 @@ Sink = TensorBoard | WeightsAndBiases
 
 
 def check_installed(log: LogConfig) -> None:
-    """Raise ConfigError if the package of a sink is not installed. A sink's name is its package's."""
+    """Raise ConfigError if the package of a sink is not installed. A sink has the name of its package.
+
+    It imports nothing, so it is fast. A package that is installed can still fail when its sink is opened.
+    """
     for name in log.sinks:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -117,7 +121,8 @@ def open_sinks(
 ) -> Sequence[Sink]:
     """Open the sinks of `log.sinks`; with `first_step` above 0 they go on after a resume. Raises ConfigError.
 
-    `run/recording.py` hands this to `Recorder`, which calls it on rank 0 once it has dropped later lines.
+    `run/recording.py` hands this function to `Recorder`, which calls it on rank 0 after it has dropped the lines of
+    `first_step` and later from the run's files.
     """
     sinks: list[Sink] = []
     if "tensorboard" in log.sinks:

@@ -1,10 +1,12 @@
 """Commands to a running scheduler, and the record it keeps of its rounds.
 
 Commands travel as SGLang's `DumperControlReqInput`, the one request whose body is free-form. Each command takes and
-returns a JSON object. Under tensor parallelism every rank executes it, in the scheduler's thread, between two rounds.
+returns a JSON object. Under tensor parallelism every rank executes each command, in the scheduler's thread, between two
+rounds.
 
-The web process sends them: `http/bodies.py` builds the request, and `COMMANDS` in `schemas.py` checks the arguments of
-all but `stamp`. A command's parameters have the names of the fields there. docs/http-api.md has the answers.
+The web process sends the commands: `http/bodies.py` builds the request, and `COMMANDS` in `schemas.py` checks the
+arguments of all but `stamp`. A command's parameters have the names of the fields there. docs/http-api.md describes the
+answers.
 
 The hooks at the end of the file record each decode round, and mark in each answer which tokens were drafts.
 """
@@ -82,7 +84,10 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
 
 def _handle(original: Callable, scheduler: Any, request: Any) -> Any:
-    """Wrap SGLang's handler: run a command and send its answer. Other requests go to SGLang."""
+    """Wrap SGLang's handler: run a command and send its answer. Other requests go to SGLang.
+
+    Like SGLang's handler it returns None, because the answer has been sent.
+    """
     if request.method != METHOD:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
@@ -105,8 +110,8 @@ def _handle(original: Callable, scheduler: Any, request: Any) -> Any:
 def merge(command: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the answers of an engine's data-parallel ranks into one; called in the web process.
 
-    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. Of any other command
-    the first rank's answer is returned. For `progress` and `spec_rule_report` the others may differ from it.
+    Rounds are those of all ranks. A tensor counts as delivered if every rank was given the same. For any other command
+    the first rank's answer is returned. The other ranks' answers to `progress` and `spec_rule_report` may differ.
 
     answers  one for each data-parallel rank, at least one
     """
@@ -137,8 +142,8 @@ def _reason(error: Exception) -> str:
 def _describe(scheduler: Any) -> dict[str, Any]:
     """Report which parts of the plugin are active, with the engine's sizes.
 
-    `EngineDescription` in `engine.py` has the meaning of most keys. `description.in_force` makes the line in the log of
-    it; `rollout/start.py` and `client/transport.py` check it.
+    `EngineDescription` in `megatron_rlspec/engine.py` has the meaning of most keys. `description.in_force` makes a line
+    for the log of the answer; `rollout/start.py` and `client/transport.py` check the answer.
     """
     settings = scheduler.rlspec_settings
     worker = scheduler.draft_worker
@@ -176,7 +181,7 @@ def _kernels(settings: Settings, runner: Any) -> str:
     device = next(runner.model.parameters()).device
     if settings.verifier != "position_keyed" and device.type != "cpu":
         return "sglang"
-    # an empty tensor: only its device and type count
+    # An empty tensor, because `chosen.sampling` reads only its device and type.
     ours = chosen.sampling(torch.empty(0, device=device))
     return "triton" if ours else "torch"
 
@@ -184,8 +189,9 @@ def _kernels(settings: Settings, runner: Any) -> str:
 def _stamp(scheduler: Any, version: str) -> None:
     """End an update of weights: drop the cached prefixes of older weights, and remember the new version.
 
-    Raises ValueError while requests run, and then the version stays. `http/weight_routes.py` takes requests off the
-    batch before an update.
+    The cache is dropped first: a prefix of older weights must never be used under the new version. Raises ValueError
+    while requests run, and then the version stays. `http/weight_routes.py` takes requests off the batch before an
+    update.
     """
     if not scheduler.flush_cache():
         raise ValueError("requests are running, so the cache of older weights was not dropped")
@@ -213,8 +219,9 @@ def _release(scheduler: Any) -> None:
 
 
 def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
+    """Return our rule's report, whose counts begin again; an empty report without a rule or with a fixed choice."""
     decider = decisions.decider
-    # a fixed choice leaves an older rule behind
+    # `set_config` leaves the rule before it in place.
     rule = decider.rule if decider.fixed is None else None
     return {"report": {} if rule is None else rule.report()}
 
@@ -227,8 +234,9 @@ def _stats(scheduler: Any) -> dict[str, Any]:
 def _progress(scheduler: Any) -> dict[str, Any]:
     """Return what the engine decodes, how many requests wait, and the free room of its KV cache in tokens.
 
-    running  rows (request id, prompt tokens, context tokens, tokens per verify round), the fields of `RunningSample`
-    waiting  requests
+    running  rows (request id, prompt tokens, context tokens, tokens per verify round): the fields of `RunningSample`,
+             in its order
+    waiting  number of requests
     version  of the weights
 
     Raises NotImplementedError before SGLang 0.5.23, whose schedulers do not know the version.
@@ -253,7 +261,10 @@ def _progress(scheduler: Any) -> dict[str, Any]:
 
 
 def _recent_rounds(scheduler: Any) -> dict[str, Any]:
-    """Return single rounds since the last call, [config, batch, context tokens, ms or None], and forget them."""
+    """Return single rounds since the last call, and forget them. `recent_rounds` in `client/engine.py` reads them.
+
+    Each is [config, batch, context tokens, ms; None if the round was not timed].
+    """
     return {"rounds": [[asdict(config), *rest] for config, *rest in rounds.take_recent()]}
 
 
@@ -357,7 +368,7 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
     `controller.py` sets `result.rlspec_round`. An engine without our controller has none.
     """
     ran = getattr(result, "rlspec_round", None)
-    # Before SGLang processes the results, because it puts tokens into the prefix tree then.
+    # Before SGLang processes the results, because its processing puts tokens into the prefix tree.
     if ran is not None:
         prefix_tree.follow(batch.reqs, ran.behind(len(batch.reqs)))
     else:
@@ -367,22 +378,22 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
             else SpecConfig(result.speculative_num_draft_tokens - 1)
         )
         ran = decisions.DecodeRound(config, sum(r.seqlen for r in batch.reqs), None)
-    # Indices of the requests that count. Also before SGLang processes the results, because it ends requests then.
+    # Indices of the requests that count. Also before SGLang processes the results, because that ends requests.
     running = []
     for i, request in enumerate(batch.reqs):
         if not (request.finished() or request.is_retracted):
             running.append(i)
-    # It waits for the copies to the host, and fills `num_correct_drafts_per_req_cpu`. So tensors of `ran` (`verified`,
-    # `logq`) and accepted counts must not be read before.
+    # SGLang's processing waits for the copies to the host, and fills `num_correct_drafts_per_req_cpu`. So the tensors
+    # of `ran` (`verified`, `logq`) and the accepted counts must not be read before this call.
     returned = original(processor, batch, result)
     if not running:
         rounds.interrupt()
         return returned
-    # absent in an engine without speculation
+    # None in an engine without speculation
     accepted = result.num_correct_drafts_per_req_cpu or [0] * len(batch.reqs)
     if ran.drafting is not None:  # the drafts of the others were random
         running = sorted({*running} & {*ran.drafting})
-    requests = np.array(running, int)
+    requests = np.array(running, int)  # `int` also if it is empty, since it is an index
     counted = np.array(accepted)[requests]
     verified = ran.drafts(requests)
     if_all = decisions.decider.observe(ran, counted, verified, requests)
@@ -396,8 +407,8 @@ def _after_decode(original: Callable, processor: Any, batch: Any, result: Any) -
 def _mark_drafts(request: Any, accepted: int) -> None:
     """Append one mark for each output token of a round, 1 for a draft, before SGLang sends the round's tokens.
 
-    A round gives `accepted` drafts and then one token of the target's own. SGLang adds them to `output_ids` after this.
-    `http/routes.py` and `integrations/slime/acceptance.py` read the marks.
+    A round gives `accepted` drafts and then one token of the target's own. SGLang adds these tokens to `output_ids`
+    after this hook. `http/routes.py` and `integrations/slime/acceptance.py` read the marks.
     """
     marks = _marks(request)
     # Earlier tokens without a mark are no drafts.
@@ -410,7 +421,7 @@ def _mark_drafts(request: Any, accepted: int) -> None:
 def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
     """Note that the next round has no start time, and that the drafters have read all of these requests' tokens.
 
-    Mark the token that a prefill samples: it is no draft.
+    Append the mark 0 for the token that a prefill samples, because it is no draft.
     """
     rounds.interrupt()
     prefix_tree.follow(batch.reqs, ())
@@ -418,7 +429,7 @@ def _before_prefill(processor: Any, batch: Any, result: Any) -> None:
         return
     for request in batch.reqs:
         marks = _marks(request)
-        # one more than there are: SGLang adds the prefill's token after this hook, and sends it with its mark
+        # One mark more than there are output tokens: SGLang adds the prefill's token after this hook.
         marks += [0] * (len(request.output_ids) + 1 - len(marks))
 
 

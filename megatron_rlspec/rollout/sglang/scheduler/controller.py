@@ -1,10 +1,11 @@
 """Decide before every decode round, in place of SGLang's adaptive controller, and run rounds without drafter passes.
 
 This file imports SGLang, so only `http/plugin.py` imports it, in SGLang's own processes. Do not import the base class
-by name: when SGLang's hooks replace a class, they rebind every module-level name of it, here, too.
+by name: when SGLang's hooks replace a class, they rebind every module-level name of it, also one in this file.
 
-SGLang calls the controller when it launches a round. The overlap scheduler launches a round before it processes the one
-before. So request lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch late.
+What a round runs is decided in `decisions.py`; this file carries the decision out. SGLang calls the controller when it
+launches a round. The overlap scheduler launches a round before it processes the results of the round before. So request
+lengths (`Req.seqlen`) lag by one round, and the rule observes a round one launch late.
 
     commands (control.py) ─► decider: fixed, or a SpecRule ◄───────────────────────────────┐
                                         │ config                                           │ accepted drafts
@@ -60,17 +61,17 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             worker.server_args.tp_size,
         )
         self.gap = DrafterGap(worker)
-        # The round that is being launched, as `_decide` leaves it:
+        # The round that is being launched; `_round` sets `_batch`, and `_decide` sets the others:
         self._batch: Any = None  # SGLang's `ScheduleBatch`
         self._config = SpecConfig(worker.speculative_num_steps)
         # indices of the requests whose drafter has caught up; None: all, or a round without drafts
         self._drafting: list[int] | None = None
         self._caught_up = 0.0  # seconds that catching up took
-        self._context = 0  # tokens of all its requests
+        self._context = 0  # tokens of all requests of the round
         self._plain = False  # whether no request of the round needs the verify path
-        # whether `_round` decided it, so `activate_step_by_batch` must not decide again
+        # whether `_round` has decided the round, so that `activate_step_by_batch` must not decide again
         self._decided = False
-        # SGLang's own methods (or those of `CoupledDrafts`), and ours in their place
+        # SGLang's own methods (or those of `CoupledDrafts`); ours take their place
         self._forward = worker.forward_batch_generation
         worker.forward_batch_generation = self._round
         self._extend = worker.draft_worker._draft_extend_for_decode
@@ -89,7 +90,10 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         decisions.decider.limit(captured, self.worker.speculative_num_steps)
 
     def activate_step_by_batch(self, batch_size: int) -> None:
-        """Decide, unless `_round` has decided already. SGLang calls it once in each decode round, inside `_forward`."""
+        """Decide, unless `_round` has decided already. SGLang calls it once in each decode round, inside `_forward`.
+
+        `_round` leaves batches without requests to it.
+        """
         if not self._decided:
             self._decide(batch_size)
         self._decided = False
@@ -97,15 +101,13 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
     def _decide(self, batch_size: int) -> None:
         """Choose the round's configuration, let drafters catch up for it, and put SGLang's state for it in place.
 
-        Call it once for each round: the rule counts calls. Collective over the tensor-parallel ranks, since drafters
-        may catch up in it.
+        Call it once for each round: the rule counts calls. Collective over the tensor-parallel ranks, because catching
+        up runs passes of the drafter.
         """
         reqs = self._batch.reqs
         gap = self.gap
         self._caught_up = 0.0
-        if (
-            reqs
-        ):  # Without requests the configuration stays, and with it what the last round left here.
+        if reqs:  # Without requests the configuration stays, and so do the fields that the last round left.
             self._context = sum(r.seqlen for r in reqs)
             self._plain = plain_round.needs_no_verify_path(self._batch)
             missed = partial(gap.missed, reqs) if gap.open else _none_missed
@@ -114,10 +116,11 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
                 self._config, n = OFF, 0
             else:
                 self._config, n = decisions.decider.choose(batch_size, self._context, missed)
-            # A round with drafts needs drafters that have read what they missed.
+            # A round in which the drafter runs needs drafters that have read what they missed.
             closing = gap.open and not self._config.off
             self._drafting = self._catch_up(n) if closing else None
-        # After catching up, and before the round's tensors are made: they have the shapes of this step count.
+        # After catching up, and before SGLang makes the round's tensors: they have the shapes of this step count. `OFF`
+        # has step count 0.
         if self._config.num_steps != self.worker.speculative_num_steps:
             self._activate(self._config.num_steps)
         self._begin_ragged(batch_size)
@@ -125,8 +128,9 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
     def _begin_ragged(self, batch_size: int) -> None:
         """Tell `ragged.present` how many drafts the round verifies.
 
-        It verifies all of them if a drafter has not caught up: random drafts have no q to choose by. Call it before
-        every round, also before an even one: otherwise `ragged.present` would keep the nodes of the round before.
+        The round verifies all of them if a drafter has not caught up: random drafts have no q to choose by. Call it
+        before every round, also before one that verifies all drafts: otherwise `ragged.present` would keep the nodes of
+        the round before.
         """
         rule = decisions.decider.ragged_rule
         drafting = self._config.num_steps > 0 and self._drafting is None
@@ -138,9 +142,10 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         ragged.present.begin(rule.drafts(batch_size), most, rule.selection, self._batch)
 
     def _catch_up(self, n: int) -> list[int] | None:
-        """Let the drafters of the n requests that are least behind read what they missed. Returns `_drafting`.
+        """Let the drafters of the n requests that are least behind read what they missed, and note how long it took.
 
-        Collective over the tensor-parallel ranks: all must call it with the same n.
+        Returns the new `_drafting`: the indices of these requests, or None if they are all. Collective over the
+        tensor-parallel ranks: all must call it with the same n.
         """
         device = self._batch.seq_lens.device
         # Wait for the round before, so that its time does not count as time of catching up.
@@ -153,10 +158,11 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         return drafting
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
-        """Pass the accepted drafts of each request to SGLang's rule if that decides.
+        """Pass the accepted drafts of each request to SGLang's rule if that rule decides.
 
-        Our rule observes rounds in `control.py`, with the configuration that each of them ran: under the overlap
-        scheduler the present one may be another.
+        SGLang calls it when it processes a round's results. The step count that its rule returns is not used here:
+        `Decider.choose` asks the rule before the next round. Our own rule observes rounds in `control.py`, with the
+        configuration that each of them ran: under the overlap scheduler `_config` may be that of a later round.
         """
         if decisions.decider.stock and not decisions.decider.why_held:
             decisions.decider.stock.on_verify_complete(num_correct_drafts_per_req, batch_size)
@@ -171,7 +177,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
             if self.gap.open:  # In SGLang's prefill the drafter reads all tokens of these requests.
                 self.gap.mark_read(batch.reqs)
             return self._forward(batch, on_publish, *args, **kwargs)
-        # SGLang's loop decides in the middle of `_forward`. A plain round does not call that, so it is decided before.
+        # SGLang asks for a decision in the middle of `_forward`. A plain round does not call `_forward`, so decide now.
         self._decide(len(batch.reqs))
         if self._config.off and self._plain and plain_round.possible(self.worker):
             result, hidden, tokens = plain_round.run(self.worker, batch, on_publish)
@@ -188,7 +194,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
     def _ragged_choice(self) -> tuple[Any, Any]:
         """Return log q [B, k] of the drafts and the verified drafts [B]; (None, None) if all were verified.
 
-        They are copied to the host without a wait, and have arrived when SGLang processes the round's results.
+        Both are on the host. The copies are only begun here, and have ended when SGLang processes the round's results.
         """
         chosen = ragged.present.chosen
         if chosen is None:
@@ -198,22 +204,26 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         return async_d2h(chosen.logq), async_d2h(chosen.lengths)
 
     def _extend_unless_off(self, batch: Any, result: Any, **kwargs: Any) -> None:
-        """Wrap the drafter's pass over the tokens that the verify path computed, and keep what a drafter misses."""
+        """Wrap the drafter's pass over the tokens that the verify path computed, and keep what a drafter misses.
+
+        In a round of `OFF` the drafter's pass is skipped.
+        """
         if self._config.off or self._drafting is not None:
-            # CUDA graphs write their outputs into the same buffers in every round.
+            # Copies, because CUDA graphs write their outputs into the same buffers in every round.
             hidden = result.logits_output.hidden_states.clone()
             tokens = batch.spec_info.draft_token.clone()
             if self._config.off:
                 self._skip_drafter(batch, result, hidden, tokens)
                 return
-            # Drafters outside `_drafting` run, too, but on a cache with a gap: they must read these tokens again.
+            # The pass below runs for requests outside `_drafting`, too, but on a KV cache with a gap: their drafters
+            # must read these tokens again.
             self.gap.record(
                 batch.reqs, hidden, tokens, result.accept_lens.clone(), self._drafting or ()
             )
         self._extend(batch, result, **kwargs)
 
     def _skip_drafter(self, batch: Any, result: Any, hidden: Any, tokens: Any) -> None:
-        """Skip the drafter in this round, and keep its inputs.
+        """Keep the drafter's inputs of a round of `OFF`, and fill what its pass would have put into the result.
 
         hidden, tokens  of the target's pass over one position of each request: [B, H] and [B]
         """

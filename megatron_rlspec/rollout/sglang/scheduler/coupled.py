@@ -1,5 +1,6 @@
 """Drafts with the verifier's own noise: SGLang's drafter proposes argmax(s · log q + noise) instead of argmax q.
 
+q are the drafter's probabilities, p the target's, and s is the sharpness, a factor (`decisions.decider.sharpness`).
 The position-keyed verifier samples the target's token as argmax(log p + noise) with noise of (seed, position, token).
 With the same noise the draft equals that token more often (docs/losslessness.md, Coupled drafts). The text does not
 change, because the target's token never depends on a draft.
@@ -9,8 +10,8 @@ SGLang takes the argmax of the drafter's logits in three places:
 - after the prefill, and after each round's pass over the accepted tokens. There the hooks choose the draft again, from
   the logits of that pass.
 - in the loop over further drafts, which CUDA graphs capture. There the hooks replace the logits by others whose argmax
-  is the draft. A graph reads its inputs at fixed addresses. So seeds, temperatures, top-k and the sharpness s are
-  copied into buffers before each round.
+  is the draft. A graph reads its inputs at fixed addresses. So seeds, temperatures, top-k and the sharpness are copied
+  into buffers before each round.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def active(settings: Settings) -> bool:
 
 
 def _install(returned: Any, drafter: Any, *args: Any, **kwargs: Any) -> None:
-    # The first call compares the kernel with plain torch and waits for the device. A graph's capture must not wait.
+    # The first call compares the kernel with plain torch and waits for the device. A graph's capture must not wait, so
+    # make that call before SGLang captures graphs.
     chosen.sampling(torch.empty(0, device=drafter.draft_runner.device))
     CoupledDrafts(drafter)
 
@@ -61,9 +63,9 @@ class _Rows:
     seeds         [B] int64
     temperatures  [B, 1]
     top_ks        [B]; 1: a greedy request, whose draft is the likeliest token
-    sharpness     [B, 1], the factor s of log q
+    sharpness     [B, 1], the factor s of log q, the same for all requests
     info          SGLang's `SamplingBatchInfo` with top-k, top-p and min-p. None in a CUDA graph, which cannot branch on
-                  them: there, drafts are from all tokens.
+                  these limits: there, drafts are chosen from all tokens
     """
 
     seeds: Tensor
@@ -96,7 +98,7 @@ class CoupledDrafts:
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
-        # at fixed addresses, with a row for each possible request
+        # the inputs of captured graphs, at fixed addresses, with a row for each possible request
         self._buffers: _Rows | None = None
         # the rows of the loop over further drafts while it runs, else None
         self._loop: _Rows | None = None
@@ -104,7 +106,7 @@ class CoupledDrafts:
         # log q [rows, MOST_DRAFTS - 1] of the drafts behind the first one, at a fixed address, which graphs write
         self._logq = torch.empty(0)
         self._logits: Any = None  # LogitsProcessorOutput of the drafter's last pass
-        # SGLang's own methods, and ours in their place
+        # SGLang's own methods; ours take their place
         runner = drafter.draft_runner
         self._forward = runner.forward
         self._prefill = drafter._draft_extend_for_prefill
@@ -126,12 +128,12 @@ class CoupledDrafts:
             # The drafter at position t predicts the token that the target samples at t + 1, with the noise of t + 1.
             keys = forward_batch.positions[: len(logits)] + 1
             drafts, logq = self._choose(logits, keys, self._loop)
-            # Only ragged rounds read log q. `why_even` may be set after graphs were captured; then they write it in
-            # vain.
+            # Only ragged rounds read log q. A graph keeps what this branch did when the graph was captured. `why_even`
+            # may be set later: then graphs still write log q, which nobody reads.
             if not decisions.decider.why_even:
                 self._logq[: len(logq), self._step] = logq
                 self._step += 1
-            # SGLang takes the argmax of these.
+            # SGLang takes the argmax of these logits, which is the draft.
             self._logits.next_token_logits = torch.zeros_like(logits).scatter_(1, drafts, 1.0)
         return result
 
@@ -142,8 +144,9 @@ class CoupledDrafts:
 
     def _after_extend(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         graphs = self.drafter.cuda_graph_runner_for_draft_extend
-        # A graph's replay does not call `_run_model`, so its logits are taken here. SGLang has other graphs for each
-        # number of drafts and swaps them, so each is wrapped at its first use. The attribute marks those that are.
+        # A graph's replay does not call `_run_model`, so its logits are taken from `execute`. SGLang has another graph
+        # runner for each number of drafts and swaps them, so each is wrapped at its first use. The attribute
+        # `rlspec_execute` marks a wrapped one.
         if graphs is not None and not hasattr(graphs, "rlspec_execute"):
             graphs.rlspec_execute = graphs.execute
             graphs.execute = self._keeping_logits(graphs.execute)
@@ -161,11 +164,11 @@ class CoupledDrafts:
         return run
 
     def _choose_first(self, batch: Any, keys: Tensor, drafted: Any) -> None:
-        """Choose the first draft of each request for the next round. SGLang passes its q on as `topk_p`.
+        """Choose the first draft of each request for the next round. SGLang passes the draft's q on as `topk_p`.
 
-        Reads `_logits`, so no other pass of the drafter may come between its pass and this call.
+        Reads `_logits`, so no other pass of the drafter may come between the pass that gave them and this call.
 
-        keys     [B] at least: the position of each request's newest token, at which the target samples the next one
+        keys     [B] or longer: the position of each request's newest token, at which the target samples the next one
         drafted  SGLang's `EagleDraftInput`, whose drafts are replaced
         """
         logits = self._logits.next_token_logits
@@ -182,7 +185,7 @@ class CoupledDrafts:
         for name in BUFFERED:
             values = getattr(rows, name)
             getattr(buffers, name)[: len(values)].copy_(values)
-        # q [B, 1] of the first drafts, by `_choose_first`
+        # q [B, 1] of the first drafts, which `_choose_first` stored; only read in ragged rounds
         first = batch.spec_info.topk_p
         drafted = self._draft(batch, *args, **kwargs)
         if ragged.present.drafts is not None:
@@ -191,7 +194,7 @@ class CoupledDrafts:
         return drafted
 
     def _further_drafts(self, forward_batch: Any) -> Any:
-        """Wrap SGLang's loop over further drafts. A graph is captured from it, too."""
+        """Wrap SGLang's loop over further drafts. Graphs are captured from this method, too."""
         rows = forward_batch.batch_size
         buffers = self._buffers_for(rows, _Rows.from_info(forward_batch.sampling_info))
         # While a graph is captured, nothing may branch on `info` (`_Rows`).
@@ -205,9 +208,9 @@ class CoupledDrafts:
             self._loop = None
 
     def _buffers_for(self, rows: int, like: _Rows) -> _Rows:
-        """Return the buffers. The first call makes them; later ones must not, since graphs keep the addresses.
+        """Return the buffers. Only the first call makes them, because graphs keep the addresses.
 
-        rows  of the batch; the buffers have `max_running_requests` rows, or these if that is more
+        rows  number of rows of the first batch; the buffers have `max_running_requests` rows, or `rows` if that is more
         like  any rows, for device and types
         """
         if self._buffers is None:
@@ -224,7 +227,8 @@ class CoupledDrafts:
     def _choose(self, logits: Tensor, keys: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
         """Return the drafts [B, 1] int64, as columns of `logits [B, S]`, and their log q [B].
 
-        Log q is that at the request's temperature, before sharpness and limits.
+        S is the number of tokens from which the drafter drafts. Log q is that at the request's temperature, before
+        sharpness and limits.
 
         keys  [B] int64: the positions at which the target samples the same tokens, which key the noise
         """

@@ -1,4 +1,8 @@
-"""What each decode round in SGLang's scheduler process runs, and why.
+"""Choose what each decode round in SGLang's scheduler process runs: how many drafts, or no drafter at all.
+
+`Decider` holds the choice: speculation held off, SGLang's own rule, a fixed number of drafts, or our rule
+(`speculation/rule.py`). `controller.py` asks it before every round and carries the decision out. `control.py` changes
+it by commands, and reports what rounds accepted and how long they took.
 
 Every tensor-parallel rank decides for itself, so a decision may depend only on what all ranks share: batch, context
 lengths, tokens that drafters missed, accepted counts, the log q of ragged rounds (broadcast in `ragged.py`), and
@@ -23,12 +27,12 @@ from megatron_rlspec.types import OFF, SpecConfig, checked_sharpness
 class DecodeRound:
     """What one decode round of B requests ran. `controller.py` makes it at launch; `control.py` reads it afterwards.
 
-    The two tensors are being copied to the host when it is made. They are complete once SGLang has processed the
-    round's results, and not earlier.
+    `logq` and `verified` are still being copied to the host when a `DecodeRound` is made. Their values are complete
+    once SGLang has processed the round's results. Do not read them earlier.
 
     context_tokens  of all requests together, prompts included
     drafting        indices of the requests whose drafter had caught up; None: all of them, or a round of `OFF`
-    caught_up       seconds in which drafters caught up when it was launched
+    caught_up       seconds for which the launch of this round waited while drafters caught up (`DrafterGap.close`)
     logq            tensor [B, k] on the host: log q of the drafts; None if the round verified all of them
     verified        tensor [B] on the host: verified drafts of each request; None if the round verified all
     """
@@ -41,14 +45,20 @@ class DecodeRound:
     verified: Any = None
 
     def drafts(self, requests: np.ndarray) -> np.ndarray:
-        """Return how many drafts of these requests were verified, [n]. `requests` [n]: their indices in the batch."""
+        """Return how many drafts of each of these requests were verified, [n]. Call it after the copies have ended.
+
+        requests  [n] their indices in the batch
+        """
         if self.verified is None:
             return np.full(len(requests), self.config.num_steps)
         of_requests: np.ndarray = self.verified.numpy()[requests]
         return of_requests
 
     def behind(self, batch: int) -> set[int]:
-        """Return the indices of the requests whose drafter has not read this round's tokens; `batch`: all requests."""
+        """Return the indices of the requests whose drafter has not read this round's tokens.
+
+        batch  how many requests the batch has
+        """
         if self.config.off:
             return set(range(batch))
         if self.drafting is None:
@@ -76,8 +86,12 @@ class Decider:
     """What chooses each round's configuration, among those for which the engine holds runtime state.
 
     Of these, the first that is set decides: `why_held`, `stock`, `fixed`, `rule`. `controller.py` runs `OFF` all the
-    same if a request has penalties. `controller.py` calls `start` before all else, and `limit` once graphs are
-    captured. An engine without adaptive speculation calls neither: it has no candidates and runs no rule.
+    same if a request has penalties and the engine has step count 0. `controller.py` calls `start` before all else, and
+    `limit` once graphs are captured. An engine without adaptive speculation calls neither: it has no candidates and
+    runs no rule.
+
+    All calls come from the scheduler's thread. Every tensor-parallel rank makes the same calls with the same arguments,
+    but for the durations given to `timed`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -85,22 +99,24 @@ class Decider:
         self._off = settings.off
         self.can_hold = False  # whether the engine has step 0, in which `OFF` runs
         self.candidates: list[SpecConfig] = []
-        self.why_held = ""  # why speculation is held off; "" if it is not
+        # why speculation is held off; "" if it is not. `control._release` sets it to "".
+        self.why_held = ""
         # why all requests verify the same number of drafts; "" if they need not. `controller.py` may set a reason once
         # the target has its attention
         self.why_even = "" if settings.ragged else "the engine was launched without --ragged"
         self.fixed: SpecConfig | None = None  # of every round; None: the rule decides
-        # the last rule that was set; the next one inherits its measured times
+        # Our rule that was set last, also while another choice decides: the next rule inherits its measured times.
         self.rule: SpecRule | None = None
-        self.stock: Any = None  # SGLang's own rule, while it decides
-        # SGLang's own rule, once it was made, also while it does not decide: it goes on with what it has learnt
+        self.stock: Any = None  # SGLang's own rule while that decides, else None
+        # SGLang's own rule once it was made, also while it does not decide. When it decides again, it goes on with what
+        # it has learnt.
         self._kept_stock: Any = None
         self.sharpness = settings.sharpness  # of coupled drafts
         self.ranks = 1  # tensor-parallel size
-        # Rounds that the rule has not learnt yet; only with several ranks. `shared_times.py` broadcasts those of the
-        # first rank and clears them on every rank.
+        # Timed rounds that the rule has not learnt yet; only used with several ranks. `shared_times.py` broadcasts the
+        # first rank's list, and clears the list of every rank.
         self.unshared_times: list[RoundTime] = []
-        # the largest batch at which the rule may choose a configuration; absent: any
+        # configuration -> the largest batch at which the rule may choose it; absent: at any batch
         self._largest_batch: dict[SpecConfig, int] = {}
 
     @property
@@ -115,13 +131,14 @@ class Decider:
     def start(
         self, candidate_steps: Sequence[int], model: Mapping[str, Any], ranks: int = 1
     ) -> None:
-        """Set the candidates. Then fix the number of drafts that the settings name, or begin with a rule.
+        """Set the candidates. Then fix the number of drafts that the settings name, or begin with a rule. Call it once.
 
         SGLang's step count 0 gives two candidates: `OFF`, and `SpecConfig(0)`, in which the drafter reads along and
-        drafts nothing. With `off` false in the settings it gives none, and serves `hold` only.
+        drafts nothing. With `off` false in the settings, step count 0 gives no candidate, and serves `hold` only.
 
-        model  config.json of the target, from which the rule's first costs follow
-        ranks  tensor-parallel size
+        candidate_steps  SGLang's step counts for which the engine builds runtime state
+        model            config.json of the target, from which the rule's first costs follow
+        ranks            tensor-parallel size
         """
         self.ranks = ranks
         self.can_hold = 0 in candidate_steps
@@ -134,6 +151,8 @@ class Decider:
 
     def limit(self, captured: Mapping[int, Sequence[int] | None], start: int) -> None:
         """Keep the rule from choosing a step count above its largest captured batch, if others have larger graphs.
+
+        The limits hold for later rules, too. A fixed choice and SGLang's rule have none.
 
         captured  the batch sizes with graphs, by step count; None: no graphs
         start     the step count that SGLang starts with, which it captures at every batch size
@@ -154,9 +173,11 @@ class Decider:
     def replace(self, data: Mapping[str, Any]) -> None:
         """Decide by `SpecRule.from_json(data)`, over all configurations of the engine if `data` names no `candidates`.
 
-        `sharpness` in `data` is that of coupled drafts from now on; without it, it stays. `{"stock": true}` lets
-        SGLang's own adaptive rule decide, for comparisons, and changes no sharpness. The other side is
-        `speculation/learning.py`, `Learning.rule`. Raises ValueError, and then nothing has changed.
+        `sharpness` in `data` is that of coupled drafts from now on; without this field the sharpness stays.
+        `{"stock": true}` lets SGLang's own adaptive rule decide, for comparisons, and changes no sharpness. The trainer
+        makes `data` by `Learning.rule` in `speculation/learning.py`. `data` itself is not changed.
+
+        Raises ValueError; TypeError or KeyError as `SpecRule.from_json`. Then nothing has changed.
         """
         data = dict(data)
         sharpness = self._checked_sharpness(data.pop("sharpness", None))
@@ -179,6 +200,8 @@ class Decider:
     def hold(self, reason: str) -> None:
         """Run `OFF` until `why_held` is "" again. A rule that is set meanwhile decides afterwards.
 
+        reason  not empty: "" would mean that speculation is not held off
+
         Raises ValueError in an engine that cannot run `OFF`.
         """
         if not self.candidates:
@@ -196,9 +219,10 @@ class Decider:
     ) -> tuple[SpecConfig, int]:
         """Return the next round's configuration, and how many requests' drafters have to catch up before it.
 
-        Call it once for each round, because it changes the rule's state (`SpecRule.choose`).
+        Call it once for each round, because it changes the rule's state (`SpecRule.choose`). Drafters that missed
+        nothing need not catch up, so the caller may ignore the second number then. For `OFF` it is 0.
 
-        batch   requests
+        batch   number of requests
         missed  `DrafterGap.missed`: tokens that the n requests that are least behind have missed together
         """
         if self.why_held:
@@ -213,12 +237,12 @@ class Decider:
 
     @property
     def deciding_rule(self) -> SpecRule | None:
-        """Return the rule if it decides the next round."""
+        """Return our rule if it decides the next round, else None."""
         return None if self.why_held or self.stock or self.fixed is not None else self.rule
 
     @property
     def ragged_rule(self) -> SpecRule | None:
-        """Return the rule if it says how many drafts the round just chosen verifies, for `SpecRule.drafts`.
+        """Return our rule if its `SpecRule.drafts` says how many drafts the round just chosen verifies.
 
         None: the round verifies all of them.
         """
@@ -240,7 +264,7 @@ class Decider:
             self.learn(timed)
 
     def learn(self, timed: RoundTime) -> None:
-        """Let the rule learn a duration that all ranks are told. It is dropped if no rule of ours decides now."""
+        """Let the rule learn a duration that all ranks are told. It is dropped while our rule does not decide."""
         if self.deciding_rule is not None:
             self.deciding_rule.timed(*timed)
 
@@ -253,6 +277,9 @@ class Decider:
     ) -> Sequence[float]:
         """Let the rule learn what some requests of a round accepted. Returns the round's part of `RoundStats.if_all`.
 
+        While our rule does not decide, nothing is learnt and () is returned. Call it after SGLang has processed the
+        round's results, on all ranks for the same rounds in the same order.
+
         accepted, verified  drafts of each of these requests, [n]
         requests            their indices in the batch, [n]
         """
@@ -263,9 +290,9 @@ class Decider:
         return rule.observe(ran.config, accepted, verified, logq)
 
     def set_config(self, config: SpecConfig, sharpness: float | None = None) -> None:
-        """Run `config` in every round until `replace`, after a hold if there is one.
+        """Run `config` in every round until `replace` or the next `set_config`; a hold still comes first.
 
-        sharpness  of coupled drafts; None: it stays
+        sharpness  of coupled drafts; None: the present one stays
 
         Raises ValueError, and then nothing has changed.
         """
@@ -277,7 +304,7 @@ class Decider:
     def _checked_sharpness(self, given: Any) -> float:
         """Return the sharpness given, or the present one if it is None.
 
-        Raises ValueError for a wrong one here, because in a round it would end the engine.
+        Raises ValueError for a wrong value now, because an error during a round would end the engine.
         """
         if given is None:
             return self.sharpness
@@ -287,7 +314,10 @@ class Decider:
             raise ValueError(f"sharpness={error}") from None
 
     def _make_stock_rule(self) -> Any:
-        """Make SGLang's own adaptive rule, with its built-in steps per batch size. Raises ValueError."""
+        """Make SGLang's own adaptive rule, with its built-in steps per batch size.
+
+        Raises ValueError if the engine lacks a step count that this rule could choose.
+        """
         from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
         rule = AdaptiveSpeculativeParams(
@@ -297,7 +327,7 @@ class Decider:
         return rule
 
     def _check_runnable(self, wanted: Iterable[SpecConfig]) -> None:
-        """Raise ValueError unless the engine has all these configurations. One without candidates has `OFF` alone."""
+        """Raise ValueError unless the engine can run all these. An engine without candidates can run `OFF` only."""
         allowed = self.candidates or [OFF]
         refused = sorted(set(wanted) - set(allowed))
         if refused:
@@ -306,6 +336,6 @@ class Decider:
             raise ValueError(f"this engine cannot run {names}; it was launched with {launched}")
 
 
-# Of this process. `http/plugin.py` replaces it before SGLang builds its controller. So other files must write
-# `decisions.decider`: an imported `decider` would be this first one.
+# The one decider of this process. `http/plugin.py` replaces it before SGLang builds its controller. So other files must
+# write `decisions.decider`: `from ... import decider` would keep this first one.
 decider = Decider(Settings())

@@ -2,15 +2,18 @@
 
 These ids are SGLang's `hot_token_id`, [S] int64, and `words` in our route `control/set_draft_vocabulary`.
 
-SGLang copies rows of the target's output layer into the drafter's when it starts, by the file of
-`--speculative-token-map`. The copy has three gaps. A weight update does not renew it. Where embedding and head are not
-tied, the drafter's loader fails on the head of an update, because the copy is no parameter. And the map cannot change.
-Here the rows are copied again after every update, the drafter's loader does not see the head, and a new map of the same
-size is written into the same memory, so that captured CUDA graphs read it.
+When SGLang starts, it copies rows of the target's output layer (the head) into the drafter's head, by the file of
+`--speculative-token-map`. SGLang leaves three gaps, which this file closes:
 
-A tensor-parallel rank holds the output layer's rows of its own part of the vocabulary only. SGLang joins the ranks'
-logits in their order. So rank r drafts from the r-th equal part of the tokens, whose rows the ranks collect. S is a
-multiple of the number of ranks (`http/serve.py` checks it).
+- A weight update does not renew the copy: `_after_update` copies the rows again.
+- Where embedding and head are not tied, the drafter's loader fails on the head of an update, because the copy is no
+  parameter: `_after_start` hides the head from that loader.
+- The map cannot change: `renew` writes a new map of the same size into the same memory, where captured CUDA graphs read
+  it.
+
+A tensor-parallel rank holds the target's rows of its own part of the vocabulary only. SGLang concatenates the drafter's
+logits of the ranks, in the order of ranks. So rank r drafts from the r-th of equal parts of the token ids, and the
+ranks exchange the rows for it. S is a multiple of the number of ranks (`http/serve.py` checks it).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ WORKER = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker"
 
 
 def hooks() -> Iterator[tuple[str, Callable, str]]:
-    """Yield the hooks for versions of SGLang whose weight updates are sessions."""
+    """Yield the hooks for versions of SGLang whose weight updates are sessions (`versions.py`)."""
     for update in ("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"):
         yield f"{MANAGER}.{update}", _after_update, "AFTER"
     yield "sglang.srt.managers.scheduler.Scheduler.__init__", _after_start, "AFTER"
@@ -72,7 +75,7 @@ def renew(worker: Any, words: list[int]) -> None:
 def _drafter(worker: Any) -> Any:
     """Return SGLang's `EagleDraftWorker` if it has a token map that can change, else None.
 
-    An EAGLE-3 drafter's map belongs to its checkpoint, with a head of its own.
+    The map of an EAGLE-3 drafter cannot: it belongs to the drafter's checkpoint, as does that drafter's own head.
     """
     drafter: Any = getattr(worker, "draft_worker", None)
     if getattr(drafter, "hot_token_id", None) is None:
@@ -83,8 +86,8 @@ def _drafter(worker: Any) -> Any:
 def _copy_head_rows(drafter: Any) -> None:
     """Copy the target's rows of the tokens into the drafter's head, in place: captured graphs read it. Collective."""
     _, head = drafter._resolve_shared_embed_and_head()
-    # Not through `.data`, which would not raise the tensor's version. `rollout/embedded/packed.py`, which CPU engines
-    # use, keeps packed copies of weights and packs a weight again when its version has changed.
+    # Not through `.data`, which would not raise the tensor's version. `rollout/embedded/packed.py`, which engines on a
+    # CPU use, keeps packed copies of weights, and packs a weight again only when its version has changed.
     with torch.no_grad():
         drafter.draft_runner.model.lm_head.weight.copy_(_head_rows(head, drafter.hot_token_id))
 
@@ -108,7 +111,10 @@ def _head_rows(head: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _init_head(original: Callable, drafter: Any) -> None:
-    """Wrap SGLang's choice of the drafter's head: it indexes the target's rows as if this rank had all of them."""
+    """Wrap SGLang's `init_lm_head`, which indexes the target's rows as if this rank had all of them.
+
+    Collective with several ranks and a token map.
+    """
     tokens = drafter.hot_token_id
     if tokens is None or parallel().tp_group.world_size == 1:
         return original(drafter)
@@ -119,7 +125,10 @@ def _init_head(original: Callable, drafter: Any) -> None:
 
 
 def _after_update(returned: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Copy the rows again once the target's head is new. Collective: all ranks get the same updates."""
+    """Copy the rows again after an update, which may have changed the target's head. Collective.
+
+    No rank waits in vain, because all ranks get the same updates.
+    """
     drafter = _drafter(manager.draft_worker)
     if drafter is not None:
         _copy_head_rows(drafter)

@@ -1,16 +1,17 @@
 """Rounds without any drafter pass, and the pass that brings the drafter's cache up to date before it drafts again.
 
-At SGLang's step 0 the drafter still runs in every round, to extend its KV cache. While speculation is off, it does not
-run. `DrafterGap` keeps what it would have read: hidden state h_t of the target and token x_t of each new position. When
-drafting starts again, the drafter reads all of them in prefills of at most `most` tokens (ReSpec, section 5.2).
+At SGLang's step 0 the drafter still runs in every round, to extend its KV cache. In a round of `OFF` the drafter does
+not run. `DrafterGap` keeps what the drafter would have read: hidden state h_t of the target and token x_t of each new
+position. When drafting starts again, the drafter reads all of them in prefills of limited size (ReSpec, section 5.2).
 
-"The drafter of a request" means one drafter's KV cache of that request. To try drafts, only the drafters of a few
-requests catch up. The other requests get random drafts in those rounds. Their texts are still right, because the target
-verifies every draft. What their drafters miss is kept, too.
+"The drafter of a request" means the part of the one drafter's KV cache that belongs to that request. To try drafts,
+only the drafters of a few requests catch up. The other requests get random drafts in those rounds. Their texts are
+still right, because the target verifies every draft. The rows that their drafters miss are kept, too.
 
-Methods are called when a round is launched, on the stream of the forward passes. They read no results of the round
-before, which the overlap scheduler processes later. Only `close` waits for the device: it needs the accepted counts,
-and the sequence lengths if SGLang has not copied them to the host.
+`controller.py` makes the only `DrafterGap` of a scheduler process, and decides when to record and when to catch up. It
+calls the methods when it launches a round, on the stream of the forward passes. The host does not know the results of
+the round before yet: the overlap scheduler processes them later. Only `close` waits for the device: it needs the
+accepted counts, and the sequence lengths if SGLang has not copied them to the host.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from megatron_rlspec.rollout.sglang.scheduler.stash import (
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of the drafter reads: consecutive positions of some requests.
+    """What one pass of the drafter reads: consecutive positions of some requests, n tokens of all together.
 
     behind          indices of the requests in the batch
-    starts, sizes   first position and number of tokens of each request
-    hidden, tokens  [n, H] and [n] int64 on the device, of one request after the other
-    next_tokens     [requests] int64: the token after the last one of each request
+    starts, sizes   of each request: its first position in this pass, and how many of its tokens the pass reads
+    hidden, tokens  h_t [n, H] and x_t [n] int64 on the device; rows of one request after those of the other
+    next_tokens     [requests] int64: the token that follows each request's last row of this pass. The drafter reads h_t
+                    together with the token after it
     """
 
     behind: list[int]
@@ -57,14 +59,15 @@ class Pass:
 class DrafterGap:
     """The inputs that the drafter of one `EAGLEWorkerV2` has not read, by request.
 
-    `_clock` counts tokens: it rises by a round's width. Each row has the clock of its round, and a request has missed
-    the rows since the clock at which its drafter was last up to date.
+    `_clock` counts tokens: it rises by a round's width, its number of rows of each request. Each row has the clock of
+    its round, and a request has missed the rows since the clock at which its drafter was last up to date.
 
-    While the gap is open, call `record` for every decode round that the drafter of some request does not read, and
-    `mark_read` for every prefill: a request that was never marked counts as behind since the gap opened.
+    Call `record` for every decode round that the drafter of some request does not read: the first call opens the gap.
+    While the gap is open, call `mark_read` for every prefill: a request that was never marked counts as behind since
+    the gap opened.
 
-    every  rounds after which the rows move to host memory (`Stash`)
-    most   tokens that one pass of the drafter reads, at most
+    every  number of recorded rounds on the device at which their rows move to host memory (`Stash`)
+    most   largest number of tokens in one pass of the drafter, which limits the memory that the pass takes
     """
 
     def __init__(self, worker: Any, every: int = 64, most: int = 8192) -> None:
@@ -76,11 +79,12 @@ class DrafterGap:
 
     def _reset(self) -> None:
         """Begin anew, with no drafter behind."""
-        self._clock = 0  # also the most tokens that one request can have missed
-        # `_clock` when a request's drafter last was up to date; 0 if absent
+        self._clock = 0  # also the largest number of tokens that one request can have missed
+        # request id -> `_clock` when its drafter last was up to date. Absent: 0, so behind since the gap opened
         self._since: dict[str, int] = {}
-        self._rounds: list[SkippedRound] = []  # on the device, not yet in the stash
-        # request id -> the number by which the stash knows it
+        # recorded rounds that are still on the device, not in the stash
+        self._rounds: list[SkippedRound] = []
+        # request id -> the number by which the stash knows the request; made at the first look-up
         self._number: defaultdict[str, int] = defaultdict(count().__next__)
         self._running: list[str] = []  # ids of the newest round's requests
         # the numbers of `_running`; rounds of the same requests share one array
@@ -100,11 +104,16 @@ class DrafterGap:
         counts: Tensor | None = None,
         current: Collection[int] = (),
     ) -> None:
-        """Keep the inputs of a round: hidden [B * w, H], tokens [B * w], of which `counts` [B] (None: all) are valid.
+        """Keep the inputs of a round of B requests with w rows each. Opens the gap.
 
-        The tensors are not copied, so no later pass may overwrite them. `counts` stays on the device, so the host does
-        not wait. `current`: indices of the requests whose drafter has read these inputs. `reqs`: SGLang's `Req`, at
-        least one.
+        The tensors are not copied, so no later pass may overwrite them.
+
+        reqs     SGLang's `Req`, at least one
+        hidden   [B * w, H], the rows of one request after those of the other
+        tokens   [B * w], in the same order
+        counts   [B] on the device, where it stays, so that the host does not wait: the first `counts` rows of each
+                 request are valid; None: all are
+        current  indices of the requests whose drafter has read these inputs
         """
         width = len(tokens) // len(reqs)
         running = [req.rid for req in reqs]
@@ -115,7 +124,7 @@ class DrafterGap:
             SkippedRound(self._clock, self._running_numbers, hidden, tokens, width, counts)
         )
         self._clock += width
-        for i in current:  # after `_clock` has risen: these rows do not count for them
+        for i in current:  # After `_clock` has risen: these drafters have read this round's rows.
             self._since[reqs[i].rid] = self._clock
         if len(self._rounds) == self.every:
             self._store()
@@ -126,26 +135,35 @@ class DrafterGap:
             self._since[req.rid] = self._clock
 
     def lags(self, reqs: Sequence[Any]) -> list[int]:
-        """Return how many tokens each request has missed, at most.
+        """Return an upper bound of how many tokens each request has missed.
 
-        Refused drafts count as well: how many were accepted is known on the device only.
+        Refused drafts count as well, because only the device knows how many drafts were accepted.
         """
         return [self._clock - self._since.get(req.rid, 0) for req in reqs]
 
     def missed(self, reqs: Sequence[Any], n: int) -> int:
-        """Return how many tokens the n requests that are least behind have missed together."""
+        """Return how many tokens the n requests that are least behind have missed together, by `lags`.
+
+        `SpecRule.choose` weighs it against what drafts would gain.
+        """
         return sum(sorted(self.lags(reqs))[:n])
 
     def close(self, batch: Any, n: int) -> list[int] | None:
-        """Let the drafter read what it missed of the n requests that are least behind.
+        """Let the drafter read what it missed of the n requests that are least behind. Call it before a drafting round.
 
-        Their first drafts go into `batch.spec_info`, in place. SGLang restores its own state of the batch after the
-        round. Returns the indices of these n requests, or None if they are all of the batch: then no drafter is behind
-        any more. Every tensor-parallel rank must call it for the same requests, because the drafter's passes are
-        collective.
+        Returns the indices of these n requests, or None if they are all of the batch: then no drafter is behind any
+        more, and the gap is closed.
+
+        The drafts that these passes give go into `batch.spec_info`, in place: only the round that is being launched
+        reads that object. Every tensor-parallel rank must call it for the same batch and n, because the drafter's
+        passes are collective.
+
+        batch  SGLang's `ScheduleBatch` in decode mode
+        n      0: no drafter catches up, and [] is returned; the batch's size or more: all catch up
         """
         reqs = batch.reqs
         lags = self.lags(reqs)
+        # The sort is stable, so all ranks choose the same of several requests with equal lags.
         order = sorted(range(len(reqs)), key=lags.__getitem__)
         chosen = sorted(order[:n])
         behind = [i for i in chosen if lags[i] > 0]
@@ -161,7 +179,8 @@ class DrafterGap:
     def _store(self) -> None:
         """Move the rounds to the stash, and forget requests that are not in the newest round.
 
-        If one of them decodes again, a prefill comes first, in which its drafter reads everything (`mark_read`).
+        A forgotten request can decode again, but only after a prefill, in which its drafter reads everything
+        (`mark_read`). Until then it needs no rows.
         """
         running = set(self._running)
         self._since = {rid: self._since[rid] for rid in running if rid in self._since}
@@ -172,7 +191,10 @@ class DrafterGap:
         self._rounds = []
 
     def _missed_by(self, reqs: Sequence[Any]) -> list[list[Rows]]:
-        """Return the rows that each of these requests missed, in the order of time."""
+        """Return the rows that each of these requests missed, in the order of time. Waits for the device.
+
+        A request has [] if all the rows that it missed were refused drafts.
+        """
         numbers = [self._number[req.rid] for req in reqs]
         newest: dict[int, Rows] = {}
         if self._rounds:
@@ -188,7 +210,7 @@ class DrafterGap:
         missed = []
         for req, number in zip(reqs, numbers, strict=True):
             since = self._since.get(req.rid, 0)
-            parts = self._stash.find(number, since)
+            parts = self._stash.find(number, since)  # older than the rounds on the device, so first
             if number in newest and newest[number].clocks[-1] >= since:
                 parts.append(newest[number].since(since))
             missed.append(parts)
@@ -197,7 +219,7 @@ class DrafterGap:
     def _passes(self, batch: Any, behind: Sequence[int]) -> Iterator[Pass]:
         """Yield the drafter's passes over what these requests missed, each of at most `most` tokens.
 
-        A request whose rows end one pass and begin the next is in both.
+        Requests follow one another, and their rows are cut into passes. So a request can be in several passes.
 
         behind  indices of the requests in the batch
         """
@@ -216,12 +238,13 @@ class DrafterGap:
         )
         ends = np.cumsum(counts)
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        # A request's last missed row is its position length - 1. So row j of `tokens` is its position j + shift.
+        # Lengths count the tokens in the target's KV cache, which the newest token is not in yet. So a request's last
+        # missed row is its position length - 1, and row j of `tokens` is its position j + shift.
         shift = np.array(lengths.tolist())[requests] - ends
 
         device = batch.seq_lens.device
         tokens = gather([rows.tokens for rows in parts], device)
-        # the token after each row: after a request's last one, its newest token
+        # the token that follows each row; a request's newest token follows its last row
         next_tokens = tokens.roll(-1)
         bonus = batch.spec_info.bonus_tokens.to(torch.int64)
         next_tokens[_to_device(ends - 1, device)] = bonus[_to_device(requests, device)]
@@ -253,10 +276,11 @@ class DrafterGap:
         behind, starts, sizes = read.behind, read.starts, read.sizes
         device = batch.seq_lens.device
         index, first, counts = torch.tensor([behind, starts, sizes], device=device)
-        # of each token: its request in the part. The size is known here, so the host does not wait for the device.
+        # of each token: its request's index in `behind`. With `output_size` the host does not wait for the sum.
         owner = torch.arange(len(behind), device=device).repeat_interleave(
             counts, output_size=len(read.tokens)
         )
+        # of each token: its request's first position, plus its own place among the request's tokens
         positions = (
             torch.arange(len(read.tokens), device=device)
             + (first + counts - counts.cumsum(0))[owner]
@@ -272,7 +296,8 @@ class DrafterGap:
             torch.int64
         )
         part.req_pool_indices = slots
-        # Of SGLang 0.5.23, which pads it together with the others. So it needs as many rows.
+        # A host copy of `req_pool_indices`, which not every supported SGLang has. 0.5.23 pads it to the same number of
+        # rows as the other tensors (`ForwardBatch`), so it must have the rows of `part`, not those of `batch`.
         if getattr(batch, "req_pool_indices_cpu", None) is not None:
             part.req_pool_indices_cpu = batch.req_pool_indices_cpu[behind]
         part.seq_lens_cpu = torch.tensor(starts) + torch.tensor(sizes)
@@ -291,9 +316,9 @@ class DrafterGap:
         return part, index
 
     def _extend(self, batch: Any, read: Pass) -> None:
-        """Run one prefill of the drafter, and put its first drafts into `batch.spec_info`. Collective.
+        """Run one prefill of the drafter, and put the drafts that it gives into `batch.spec_info`. Collective.
 
-        After each pass but a request's last one, these are replaced by those of the next pass.
+        A draft is right only after a request's last pass. Until then the request's next pass replaces it.
         """
         from sglang.srt.speculative import eagle_worker_v2 as eagle
 
@@ -308,13 +333,13 @@ class DrafterGap:
         spec = batch.spec_info
         for name in ("topk_p", "topk_index", "hidden_states"):
             if getattr(caught_up, name) is not None:
-                values = getattr(spec, name).clone()  # others may hold the tensor that was there
+                values = getattr(spec, name).clone()  # a copy: SGLang may hold the old tensor
                 values[index] = getattr(caught_up, name).to(values.dtype)
                 setattr(spec, name, values)
 
 
 def _between(parts: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
-    """Return rows [first, last) of the concatenation of parts."""
+    """Return rows [first, last) of the concatenation of parts, as views in a list."""
     selected = []
     begin = 0
     for part in parts:
@@ -330,9 +355,10 @@ def _to_device(index: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _rows_of(info: Any, index: Tensor, batch: int) -> Any:
-    """Return a copy of a `SamplingBatchInfo` with the requests at `index` only, of `batch` requests.
+    """Return a copy of a `SamplingBatchInfo` of `batch` requests, with the requests at `index` only.
 
-    Every tensor whose first dimension is `batch` has a row for each request. Other fields stay as they are.
+    A tensor counts as per-request if its first dimension is `batch`; this is a guess by shape. All other fields are
+    shared with `info`, and still describe the whole batch.
     """
     part = copy.copy(info)
     for name, value in vars(info).items():

@@ -1,9 +1,11 @@
 """An EAGLE-3 drafter beside its target, in one SGLang engine: which tensors of a push go to which of the two models.
 
-SGLang hands all tensors of an update to both loaders, and each skips the names that it does not know. The class of an
-EAGLE-3 drafter knows the target's `lm_head.weight`, `model.norm.weight` and layer 0, and would take them for its own.
-So the drafter's tensors travel behind `PREFIX`, and each loader sees its own alone. That also protects the drafter from
-pushes that know of no drafter, and from SGLang's `update_weights_from_disk`.
+SGLang hands all tensors of an update to both loaders, and each loader skips the names that it does not know. The class
+of an EAGLE-3 drafter knows the target's `lm_head.weight`, `model.norm.weight` and layer 0, and would take them for its
+own. So the names of the drafter's tensors begin with `PREFIX` in a push, and each loader sees its own model's tensors
+only. That also protects the drafter from pushes without drafter tensors, and from SGLang's `update_weights_from_disk`.
+
+`control.py` calls `separate_loaders` when the scheduler has started, and `describe` for its command of that name.
 
 The map from the drafter's vocabulary to tokens is fixed when the engine starts: SGLang copies it out of the model, and
 captured CUDA graphs read the copy.
@@ -51,8 +53,8 @@ def separate_loaders(target: Any, drafter: Any) -> None:
 
     load_through(target, targets)
     load_through(drafter, drafters)
-    # SGLang makes this norm for every layer, but reads the first layer's only. Without the others, the parameters are
-    # those of a push.
+    # SGLang makes this norm for every layer, but reads the first layer's only. Without the others, the model has the
+    # same parameters as a push, so fingerprints of both can be compared.
     for layer in drafter.model.layers[1:]:
         layer.input_layernorm = None
 
@@ -60,16 +62,16 @@ def separate_loaders(target: Any, drafter: Any) -> None:
 def describe(scheduler: Any) -> dict[str, Any]:
     """Return what the engine's drafter and the trainer's must have in common; {} without an EAGLE-3 drafter.
 
-    `check_served_drafter` in `rollout/start.py` compares it with the trainer's files.
+    `check_served_drafter` in `rollout/start.py` compares the answer with the trainer's files. The answer has two keys:
 
-    taps   layers of the target whose inputs it reads (auxiliary hidden states)
-    words  fingerprint of the tokens [S] int64 that it drafts from, in the order of its head's rows
+    taps   indices of the target's layers whose inputs the drafter reads (auxiliary hidden states), ascending
+    words  fingerprint of the token ids [S] int64 from which it drafts, in the order of its head's rows
     """
     worker = draft_worker(scheduler)
     if worker is None:
         return {}
     words = worker.hot_token_id
-    if words is None:
+    if words is None:  # without a map, row i of the head is token i
         words = torch.arange(worker.target_worker.model_config.vocab_size)
     model = scheduler.tp_worker.model_runner.model
     return {

@@ -1,13 +1,14 @@
 """Plan FlashInfer's attention for what a round of drafts is: equal rows for all requests, lengths that the host knows.
 
-Its planner sizes the tiles of a CUDA graph for the most uneven batch that the graph could get: 4 tokens of each of 256
-requests take tiles of 128 rows, of which 16 are used (`PrefillSplitQOKVIndptr` in `scheduler.cuh` of FlashInfer 0.7.2).
-The argument `uniform_q_len` promises equal rows, and the planner refuses a batch that has others. SGLang 0.5.23 and
-FlashInfer's own wrapper pass 0, which promises nothing. A graph keeps the tiles with which it was captured, so capture
-and every replay must promise the same. Both plan here.
+In a round of drafts every request has equally many rows (query tokens), one more than its drafts. FlashInfer's planner
+does not know that. It sizes the tiles of a CUDA graph for the most uneven batch that the graph could get: 4 tokens of
+each of 256 requests take tiles of 128 rows, of which 16 are used (`PrefillSplitQOKVIndptr` in `scheduler.cuh` of
+FlashInfer 0.7.2). The planner's argument `uniform_q_len` promises equal rows, and the planner refuses a batch that has
+others. SGLang 0.5.23 and FlashInfer's own wrapper pass 0, which promises nothing. A graph keeps the tiles with which it
+was captured, so its capture and every replay must make the same promise. They do, because both call `Promise._plan`.
 
-SGLang reads the lengths back from the GPU before each pass, unless two switches of its own are on. `hooks` turns them
-on.
+SGLang reads the lengths back from the GPU before each pass, unless two switches of SGLang are on. `hooks` turns these
+switches on.
 
 Rounds whose rows differ (`ragged.py`) never plan here: `ragged.why_unsupported` refuses FlashInfer's attention.
 """
@@ -45,7 +46,8 @@ def hooks() -> Iterator[tuple[str, Callable, str]]:
 class Promise:
     """Knows whether the pass that is being planned belongs to a round of drafts, and promises equal rows for it.
 
-    `in_rounds` runs around SGLang's planning, and `_plan` inside it. A scheduler plans in one thread.
+    `in_rounds` runs around SGLang's planning, and `_plan` inside that. `in_rounds` tells `_plan` by `holds`, which is
+    safe because a scheduler plans in one thread.
 
     holds  whether all requests of the pass that is being planned have equally many rows
     """
@@ -54,7 +56,7 @@ class Promise:
         self.holds = False
 
     def in_rounds(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Wrap SGLang's planning of a pass. One with a `SpecInput` belongs to a round of drafts; a prefill has none."""
+        """Wrap SGLang's planning of a pass. A pass with a `SpecInput` argument belongs to a round of drafts."""
         from sglang.srt.speculative.spec_info import SpecInput
 
         self.holds = any(isinstance(value, SpecInput) for value in (*args, *kwargs.values()))
@@ -66,7 +68,7 @@ class Promise:
     def planned(self, original: Callable, backend: str, *args: Any) -> Any:
         """Wrap FlashInfer's look-up of a kernel's functions, and replace its `plan` by ours.
 
-        FlashInfer caches what it returns, so a module that comes again has our `plan` already.
+        FlashInfer caches its modules, so the same module can come again. Then it has our `plan` already.
         """
         module = original(backend, *args)
         if backend == "fa2" and not isinstance(module.plan, partial):
@@ -76,6 +78,6 @@ class Promise:
     def _plan(self, original: Callable, *args: Any) -> Any:
         # Only plans for a graph are sized for the most uneven batch (see the head of the file).
         if self.holds and len(args) == _UNIFORM_Q_LEN + 1 and args[_IN_GRAPH]:
-            starts = args[_ROW_STARTS]  # The first request's rows are as many as any other's.
+            starts = args[_ROW_STARTS]  # All requests have as many rows as the first one.
             args = (*args[:_UNIFORM_Q_LEN], int(starts[1] - starts[0]))
         return original(*args)

@@ -1,9 +1,10 @@
 """Run a round without drafts as an engine without speculation does: one decode pass of the target, nothing else.
 
-SGLang's step 0 takes the verify path with a tree of one node. With CUDA graphs that pass is captured, and its host work
-overlaps the device: there `possible` is False, and SGLang's path stays. Without graphs the verify path costs an extra
-read of the KV cache per layer and the walk over the tree. `controller.py` asks `possible` and `needs_no_verify_path`
-first, and then calls `run`.
+SGLang's step 0 takes the verify path, with a tree of one node for each request. With CUDA graphs that pass is captured,
+and its host work overlaps the device: there `possible` is False, and rounds stay on SGLang's verify path. Without
+graphs the verify path costs an extra read of the KV cache per layer and the walk over the tree.
+
+`controller.py` asks `possible` and `needs_no_verify_path` first, and calls `run` only if both are True.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ def needs_no_verify_path(batch: Any) -> bool:
 
 
 def penalised(batch: Any) -> bool:
-    """Return whether a request's penalties depend on its earlier tokens.
+    """Return whether some request of the batch has a penalty, which depends on its earlier tokens.
 
-    SGLang counts one token a round for them. So a round with drafts would give another text than one without. It sets
-    this tensor for every kind of penalty, also for those that scale.
+    SGLang counts one token a round for penalties. So a round with drafts would give another text than one without.
+    SGLang sets this tensor for every kind of penalty, also for those that scale.
     """
     return batch.sampling_info.acc_additive_penalties is not None
 
 
 def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Run the round. Returns (result, hidden states [B, H], tokens [B]), the last two of the position computed.
+    """Run the round. Returns (result, hidden states [B, H], tokens [B]): h_t and x_t of the position that was computed.
 
-    The result is a `GenerationBatchResult` with the fields that the verify path would set. Its drafter's part is not
-    complete: `controller.py` fills it (`_stub_skipped_draft_extend`). The caller must give hidden states and tokens to
-    `DrafterGap.record`, because the drafter does not read them.
+    The result is a `GenerationBatchResult` with the fields that the verify path would set. Of its `next_draft_input`
+    only `bonus_tokens` is set: `controller.py` fills the rest by `_stub_skipped_draft_extend`. The caller must give
+    hidden states and tokens to `DrafterGap.record`, because the drafter does not read them. `batch` is not changed.
 
     worker      `EAGLEWorkerV2`
     batch       `ScheduleBatch` in decode mode, without a verify input
@@ -62,9 +63,8 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
 
     # each request's newest token, which is not in the KV cache yet
     tokens = batch.spec_info.bonus_tokens
-    decode_batch = object.__new__(
-        type(batch)
-    )  # A shallow copy: the scheduler's batch must not change.
+    # A shallow copy: the scheduler's batch must not change.
+    decode_batch = object.__new__(type(batch))
     vars(decode_batch).update(vars(batch))
     decode_batch.forward_mode = ForwardMode.DECODE
     decode_batch.spec_info = None
@@ -76,15 +76,14 @@ def run(worker: Any, batch: Any, on_publish: Any = None) -> tuple[Any, torch.Ten
     decode_batch.seq_lens = batch.seq_lens + 1
     decode_batch.seq_lens_cpu = None if batch.seq_lens_cpu is None else batch.seq_lens_cpu + 1
     decode_batch.orig_seq_lens = batch.orig_seq_lens + 1
-    decode_batch.seq_lens_sum = None
+    decode_batch.seq_lens_sum = None  # SGLang computes the sum of the new lengths
     result = versions.installed().forward(
         worker.target_worker, decode_batch, CaptureHiddenMode.FULL
     )
 
     hidden = result.logits_output.hidden_states
-    if (
-        batch.return_logprob
-    ):  # [B] from plain decoding; SGLang expects [B, 1], as from the verify path
+    # Log-probs are [B] from plain decoding; SGLang expects [B, 1] here, as from the verify path.
+    if batch.return_logprob:
         result.logits_output.next_token_logprobs = result.logits_output.next_token_logprobs.view(
             -1, 1
         )

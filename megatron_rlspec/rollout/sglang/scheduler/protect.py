@@ -1,7 +1,8 @@
 """Answer a failing weight update with an error, so that it does not end SGLang's scheduler.
 
-The weights may then be partly new. Our routes refuse the request with the error (`check_success` in `http/bodies.py`)
-and remember that the update failed (`http/update.py`). SGLang's own routes pass the error on.
+After such an error the weights may be partly new. Our routes refuse the request with the error (`check_success` in
+`http/bodies.py`) and remember that the update failed (`http/update.py`). SGLang's own routes pass the error on.
+`versions.py` registers these hooks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ logger = logging.getLogger(__name__)
 def scheduler_hooks(
     methods: tuple[str, ...] = tuple(_OUTPUTS),
 ) -> Iterator[tuple[str, Callable, str]]:
-    """Yield hooks for the scheduler process: every exception of these methods becomes an answer."""
+    """Yield hooks for the scheduler process: every exception of these methods becomes an answer.
+
+    methods  keys of `_OUTPUTS`: those that the installed SGLang has
+    """
     for method in methods:
         hook = update_wrapper(partial(answer_errors, _OUTPUTS[method]), answer_errors)
         yield f"{MANAGER}.{method}", hook, "AROUND"
@@ -56,10 +60,10 @@ def answer_errors(output: str, original: Callable, manager: Any, request: Any) -
 def _bounded(request: Any) -> Iterator[None]:
     """While a group of ours is joined, let its members wait for `GROUP_SECONDS` instead of torch's 30 minutes.
 
-    SGLang joins with torch's default (`default_pg_timeout`), so that is changed meanwhile. A scheduler joins in one
-    thread.
+    SGLang joins with torch's default timeout (`default_pg_timeout`), so this global is changed meanwhile. That is safe
+    because a scheduler joins groups in one thread. Any other request is left as it is.
     """
-    # only the request of `init_weights_update_group` has it
+    # only the request of `init_weights_update_group` has a `master_port`
     joins = hasattr(request, "master_port")
     if not joins or not request.group_name.startswith(GROUP_PREFIX):
         yield

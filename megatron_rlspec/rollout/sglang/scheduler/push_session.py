@@ -1,9 +1,9 @@
 """Open a weight-update session for a trainer that does not open one: slime, which was made for SGLang 0.5.15.
 
 From 0.5.23 on, SGLang refuses tensors outside a session. Over a process group it refuses them before it receives them,
-so the trainer would wait in its broadcast for ever. Such a trainer pauses the engine, sends, and lets generation
-continue. So the session opens at the first tensors and closes when generation continues. Sessions that the trainer
-opens itself are not touched.
+so the trainer would wait in its broadcast for ever. slime pauses the engine, sends tensors, and lets generation
+continue. So the session opens at the first tensors and closes when generation continues. Sessions that a trainer opens
+itself are not touched.
 
 Two further hooks, `_check_once` and `_sleep_while_paused`, make pushes and pauses cheaper.
 """
@@ -54,7 +54,10 @@ class PushSession:
 
 
 def _check_once(original: Callable, model: Any) -> str | None:
-    """Let SGLang walk the model's modules once instead of at every bucket. It says that the answer never changes."""
+    """Let SGLang walk the model's modules once instead of at every bucket.
+
+    The answer never changes: SGLang's docstring demands that it is determined at startup.
+    """
     if not hasattr(model, "rlspec_unsupported"):
         model.rlspec_unsupported = original(model)
     unsupported: str | None = model.rlspec_unsupported

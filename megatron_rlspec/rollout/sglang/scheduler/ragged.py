@@ -1,4 +1,4 @@
-"""Rounds that verify, of each request, only the drafts that are worth it (`speculation/ragged.py`).
+"""Rounds that verify, of each request, only the drafts that are worth it; why: see `speculation/ragged.py`.
 
 SGLang verifies all drafts. B requests with k drafts each are B * (k + 1) nodes: each request has a row of k + 1 of
 them. Such rows are called *even*. A ragged round runs the target on some of the nodes only, packed without gaps, by the
@@ -10,8 +10,8 @@ states are put back into even rows, so what follows the verification is SGLang's
     draft extend ◄─ SGLang: even rows ◄─ verifier.py: sampled tokens, hidden states ◄───────┘
 
 The host says how many drafts of the batch are verified, from what it learnt in earlier rounds. The device chooses which
-ones, so the host does not wait for it. All tensor-parallel ranks choose by the first rank's log q. Drafts are coupled
-(`coupled.py`): `http/plugin.py` refuses ragged rounds without.
+drafts, so the host does not wait for the device. All tensor-parallel ranks choose by the first rank's log q. Drafts
+must be coupled (`coupled.py`): `http/plugin.py` refuses ragged rounds without coupled drafts.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ EXTEND = "sglang.srt.layers.attention.intel_amx_backend.IntelAMXAttnBackend._bui
 
 
 def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
+    """Yield the hooks if rounds may be ragged, for `http/plugin.py`."""
     if settings.ragged:
         yield PREPARE, present.prepare, "AROUND"
         yield EXTEND, extend_lengths, "AROUND"
@@ -43,7 +44,10 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
 
 def why_unsupported(runner: Any) -> str:
-    """Return why the target's `ModelRunner` cannot run ragged rounds, once it has its attention; "" if it can."""
+    """Return why the target's `ModelRunner` cannot run ragged rounds; "" if it can.
+
+    Call it once the runner has its attention (`attn_backend`).
+    """
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     backend = runner.attn_backend
@@ -64,7 +68,10 @@ def why_unsupported(runner: Any) -> str:
 
 
 def can_sample_packed(batch: Any) -> bool:
-    """Return whether a batch can be sampled from packed nodes. SGLang adds penalties and biases to even rows only."""
+    """Return whether a batch can be sampled from packed nodes.
+
+    SGLang adds penalties, biases and watermarks to even rows only.
+    """
     info = batch.sampling_info
     even = (info.acc_additive_penalties, info.acc_scaling_penalties, info.logit_bias)
     return all(values is None for values in even) and not info.has_watermark_candidates
@@ -77,7 +84,7 @@ class Chosen:
     The N = B + (drafts verified) nodes are packed by request, each request's first node before its drafts.
 
     logq      [B, k] float32: the drafter's log-probability of each draft
-    lengths   [B] int64: verified drafts of each request, the first ones of its chain
+    lengths   [B] int64, 0 to k: number of verified drafts of each request, which are the first ones of its chain
     requests  [N] int64: the request of each node, by its index in the batch
     nodes     [N] int64: the index of each node in even rows, from 0 to B * (k + 1) - 1
     """
@@ -88,7 +95,7 @@ class Chosen:
     nodes: torch.Tensor
 
     def to_even_rows(self, packed: torch.Tensor) -> torch.Tensor:
-        """Put values `[N, ...]` of the verified nodes into even rows, `[B * (k + 1), ...]`; other nodes get 0."""
+        """Return values `[N, ...]` of the verified nodes in even rows, `[B * (k + 1), ...]`, with 0 for other nodes."""
         batch, steps = self.logq.shape
         rows = packed.new_zeros((batch * (steps + 1), *packed.shape[1:]))
         rows[self.nodes] = packed
@@ -104,24 +111,26 @@ class Chosen:
 
 
 class RaggedRound:
-    """The round that is being launched. Its parts run in this order, in the scheduler's thread:
+    """Which drafts the round that is being launched verifies. One object serves all rounds of a scheduler.
 
-    `begin` or `begin_even` (called by `controller.py`), `choose` (by `coupled.py`, after drafting; not in an even
-    round), `prepare` (by SGLang). Then `verifier.py` reads `chosen`.
+    In each round these run in this order, in the scheduler's thread: `begin` or `begin_even` (called by
+    `controller.py`), `choose` (by `coupled.py`, after drafting; not in an even round), `prepare` (by SGLang). Then
+    `verifier.py` and `controller.py` read `chosen`.
 
-    drafts  how many drafts it verifies, of all requests together; None: all of them, in even rows
-    chosen  which ones, once `choose` was called; None before, and in a round that verifies all drafts
+    drafts  how many drafts the round verifies, of all requests together; None: all of them, in even rows
+    chosen  the drafts that it verifies, once `choose` was called; None before, and in a round that verifies all drafts
     """
 
     def __init__(self) -> None:
-        # the target's `ModelRunner`; None in an engine that cannot switch
+        # The target's `ModelRunner`, which `DraftController` sets; None in an engine without adaptive speculation.
         self.runner: Any = None
         self.drafts: int | None = None
         self.chosen: Chosen | None = None
-        self._exploring = 0  # `Selection.exploring()`
-        # the `Selection.table` that `_chances` was copied from
+        # the first request that verifies all its drafts (`Selection.exploring`)
+        self._exploring = 0
+        # the `Selection.table` from which `_chances` was copied
         self._table: np.ndarray | None = None
-        self._chances: torch.Tensor = torch.empty(0)  # the same on the device: [CELLS] float32
+        self._chances: torch.Tensor = torch.empty(0)  # that table on the device: [CELLS] float32
 
     def begin_even(self) -> None:
         """Begin a round that verifies all drafts."""
@@ -131,7 +140,7 @@ class RaggedRound:
     def begin(self, drafts: int, most: int, selection: Selection, batch: Any) -> None:
         """Begin a round that verifies `drafts` of the batch's `most` drafts, or more if the graph has room for them.
 
-        selection  the rule's, with the chance of each draft
+        selection  of the rule, from whose table each draft gets its chance
         batch      SGLang's `ScheduleBatch`; `choose` must get log q of the same requests
         """
         requests = len(batch.reqs)
@@ -162,9 +171,10 @@ class RaggedRound:
         return nodes
 
     def choose(self, logq: torch.Tensor) -> None:
-        """Choose the drafts whose chains are likeliest to be accepted, by log q [B, k], which may be overwritten.
+        """Choose the drafts whose chains are likeliest to be accepted, by log q [B, k]. Sets `chosen`.
 
-        Collective over the tensor-parallel ranks. The host does not wait for the device.
+        Call it after `begin`. With several ranks the first rank's values are written into `logq`. Collective over the
+        tensor-parallel ranks. The host does not wait for the device.
         """
         assert self.drafts is not None
         group = parallel().tp_group
@@ -172,10 +182,10 @@ class RaggedRound:
         if group.world_size > 1:
             group.broadcast(logq, src=0)
         batch, steps = logq.shape
-        # The cell of each draft, as `speculation.ragged.cells_of` computes it on the host.
+        # The cell of each draft, as `cells_of` in `speculation/ragged.py` computes it on the host: change both.
         share = (logq.abs() / -LOWEST).nan_to_num(1.0).clamp(max=1).sqrt().sqrt()
         products = self._chances[((1 - share) * (CELLS - 0.5)).long()].cumprod(1)
-        # Products are at most 1, so an exploring request now comes first with all its drafts.
+        # Products are at most 1, so all drafts of exploring requests now come first.
         products[self._exploring :: EXPLORE] += 1
         # A request's products never rise along its chain, so its chosen drafts are its first ones: count them.
         owners = products.flatten().topk(self.drafts).indices // steps
@@ -187,14 +197,17 @@ class RaggedRound:
         ahead = (
             torch.arange(0, batch * width, width, device=logq.device) - widths.cumsum(0) + widths
         )
-        # known on the host, so `repeat_interleave` does not wait for the device
+        # The host knows this number, so `repeat_interleave` need not wait for the device to add up the widths.
         node_count = batch + self.drafts
         nodes = ahead.repeat_interleave(widths, output_size=node_count)
         nodes = nodes + torch.arange(node_count, device=logq.device)
         self.chosen = Chosen(logq, lengths, nodes // width, nodes)
 
     def captures(self, original: Callable, algorithm: Any) -> bool:
-        """Wrap SGLang's check whether the target's graphs are captured by numbers of tokens instead of requests."""
+        """Wrap SGLang's check whether the target's graphs are captured by numbers of tokens instead of requests.
+
+        Packed nodes need graphs by tokens: the same number of requests can have any number of nodes.
+        """
         ragged = self.runner is not None and not why_unsupported(self.runner)
         return ragged or original(algorithm)
 
@@ -203,7 +216,8 @@ class RaggedRound:
     ) -> Any:
         """Wrap SGLang's preparation of the target's pass, so that it runs on the chosen nodes.
 
-        In an even round on graphs by numbers of tokens it runs on all nodes, padded. Otherwise nothing changes.
+        In an even round on graphs by numbers of tokens the pass runs on all nodes, padded. In an even round without
+        such graphs nothing changes.
 
         verify_input  SGLang's `EagleVerifyInput`; it has its even rows again when this returns
         """
@@ -214,7 +228,7 @@ class RaggedRound:
             nodes = self.chosen.nodes
             widths = self.chosen.lengths + 1  # nodes of each request, the first one included
         elif self._graphs is not None:
-            # An even round, too, must have a layout here: graphs by tokens read one.
+            # Graphs by tokens read a layout, so an even round must have one, too.
             widths = torch.full_like(batch.seq_lens, verify_input.draft_token_num)
         else:
             return original(verify_input, pool, batch, worker)
@@ -251,16 +265,20 @@ present = RaggedRound()  # the round of this scheduler process
 
 
 def with_layout(verify_input: Any, graphs: Any, num_tokens: int) -> Any:
-    """Give a graph of the target a layout when it is captured. Its replays write theirs into the same memory."""
+    """Give a graph of the target a layout when the graph is captured; a hook behind SGLang's `get_spec_info`.
+
+    Each replay writes the round's layout into the same memory.
+    """
     if graphs.ragged_verify_mode:
         verify_input.ragged_verify_layout = graphs._capture_ragged_verify_layout(num_tokens)
     return verify_input
 
 
 def extend_lengths(original: Callable, backend: Any, forward_batch: Any) -> Any:
-    """Wrap the lengths that SGLang's CPU attention takes, in this order.
+    """Wrap SGLang's computation of the lengths that its CPU attention takes. Without a layout, SGLang's stay.
 
-    (tokens with the cached ones [B], new tokens [B], index of each request's first new token, tree mask)
+    Returns (tokens with the cached ones [B], new tokens [B], index of each request's first new token, tree mask). The
+    mask is None, because the drafts of a request are a chain.
     """
     layout = getattr(forward_batch.spec_info, "ragged_verify_layout", None)
     if layout is None:

@@ -20,12 +20,12 @@ class TimedRounds(RoundLog):
     """Times rounds: one lasts from the end of the round before to its own end, when its results are processed.
 
     A round after a prefill, a pause or an empty engine has no start time, and the first WARM_UP rounds are not timed.
-    Times are by this rank's clock; `shared_times.py` tells the first rank's to the others.
+    Times are by this rank's clock; `shared_times.py` tells the first rank's times to the others.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._caught_up = 0.0  # seconds, at launches since the last round's end
+        self._caught_up = 0.0  # seconds of catching up at launches since the last round's end
         self._last_end: float | None = None
         self._warm_up = WARM_UP  # rounds to come
 
@@ -34,7 +34,7 @@ class TimedRounds(RoundLog):
         self._last_end = None
 
     def catching_up(self, seconds: float) -> None:
-        """Note that drafters caught up for this time when a round was launched."""
+        """Note that a launch waited for this time while drafters caught up."""
         self._caught_up += seconds
 
     def observe(
@@ -60,7 +60,7 @@ class TimedRounds(RoundLog):
         ms = None
         if self._last_end is not None and not self._warm_up:
             # The overlap scheduler launches the next round before this one ends. Then `_caught_up` belongs to the next
-            # round, and this round's own lies before `_last_end`. Elsewhere both are the same.
+            # round, and this round's own catching up lies before `_last_end`. Without overlap both are the same time.
             ms = 1000 * (now - self._last_end - self._caught_up + ran.caught_up)
         self._caught_up = 0.0
         self._warm_up = max(self._warm_up - 1, 0)

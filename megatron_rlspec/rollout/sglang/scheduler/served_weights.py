@@ -1,14 +1,14 @@
 """Read the weights that an SGLang engine serves, under the names of their Hugging Face checkpoint.
 
-SGLang stacks several of a checkpoint's tensors into one parameter, and each rank holds a part of it. `named_tensors`
-takes these parameters apart again, for the families whose record says `pushed` (`models/families.py`). A fingerprint
-is a sum over a tensor's 8-byte words (`push/fingerprint.py`). So each rank sums over its part, at the part's place in
-the full tensor, and only sums and places travel between ranks. `push/` compares the results with the fingerprints of
-what was sent.
+SGLang stacks several of a checkpoint's tensors into one parameter, and each tensor-parallel rank holds a part of it.
+`named_tensors` takes these parameters apart again, for the families whose record says `pushed` (`models/families.py`).
+A fingerprint is a sum over a tensor's 8-byte words (`push/fingerprint.py`). So each rank sums over its part, at the
+part's place in the full tensor, and only sums and places travel between ranks. `control.py` calls this file for its
+commands, and `push/` compares the fingerprints with those of what was sent.
 
-Raises `UnnamedError` for weights whose form is not known here: another family, quantised weights, a layout for special
-kernels, ranks of which each holds weights of its own. Such an engine is checked by the tensors that its loaders were
-given (`Deliveries`).
+`UnnamedError` is raised for weights whose form is not known here: another family, quantised weights, a layout for
+special kernels, ranks of which each holds weights of its own. Such an engine is checked by the tensors that its models'
+loaders were given (`Deliveries`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rlspec.rollout.sglang.scheduler.parallel import parallel
 
 _WORD = 8  # bytes, a fingerprint's unit, as in `push/fingerprint.py`; no word may lie on two ranks
 _ELSEWHERE = -1  # `TensorPart.first` of a tensor that other ranks hold
-# SGLang's class of a drafter -> (prefix of its parameters, prefix in the checkpoint); the first that fits counts
+# SGLang's class of a drafter -> pairs (prefix of its parameters, prefix in the checkpoint). The first that fits counts.
 _DRAFTERS = {
     record.sglang_drafter: record.sglang_drafter_names
     for record in FAMILIES.values()
@@ -44,11 +44,11 @@ class TensorPart:
     """What one rank holds of one tensor of the checkpoint.
 
     name     in the checkpoint
-    part     this rank's share; empty where other ranks hold the tensor, as an expert of theirs
+    part     this rank's share; empty if only other ranks hold the tensor, as with their experts
     shape    of the full tensor
     dim      the dimension that is split between ranks: 0 (rows) or 1 (columns)
     first    index of the part's first row or column in the full tensor; -1 (`_ELSEWHERE`) of an empty part
-    drafter  whether it is the drafter's own
+    drafter  whether the tensor is the drafter's own
     """
 
     name: str
@@ -59,10 +59,10 @@ class TensorPart:
     drafter: bool = False
 
     def pushed_as(self, dtype: torch.dtype | None) -> TensorPart:
-        """Return the part in the number type in which it was pushed, if no value changes by that; otherwise as it is.
+        """Return the part in the number type in which it was pushed, if that changes no value; otherwise as it is.
 
-        SGLang stores some tensors in a wider type than that (routers in float32). A fingerprint depends on the bits, so
-        the types must agree. Waits for a GPU if they differ.
+        SGLang stores some tensors in a wider type than the pushed one (routers in float32). A fingerprint depends on
+        the bits, so both sides must have the same type. Waits for a GPU if the types differ.
 
         dtype  None: not known, so the part stays as it is
         """
@@ -75,7 +75,8 @@ class TensorPart:
     def placed(self) -> tuple[Tensor, int]:
         """Return (tensor, index of its first element in the full tensor), from which `of_parts` makes the fingerprint.
 
-        Raises ValueError if a word crosses the edge between two parts of columns; `of_parts` does so for rows.
+        Raises ValueError if an 8-byte word crosses the edge between two parts of columns. For parts of rows `of_parts`
+        raises it.
         """
         part = self.part
         if tuple(part.shape) == self.shape or not part.numel():
@@ -87,37 +88,39 @@ class TensorPart:
             raise ValueError(
                 f"{self.name}: a part of {width} bytes a row; expected a multiple of {_WORD}"
             )
-        # Columns do not follow one another in the full tensor. Zeros around them add nothing to the sum.
+        # Some columns are not contiguous in the full tensor. So make a full tensor with zeros elsewhere: zeros add
+        # nothing to the sum.
         full = part.new_zeros(self.shape)
         full.narrow(self.dim, self.first, part.shape[self.dim]).copy_(part)
         return full, 0
 
 
 def marks_of(parts: Sequence[TensorPart], dtypes: Sequence[torch.dtype | None]) -> list[int]:
-    """Return the share of each part in its tensor's fingerprint, unsigned 64-bit.
+    """Return what each part adds to its tensor's fingerprint (its share), unsigned 64-bit.
 
     dtypes  the number type in which each tensor was pushed; None: not known
     """
-    # A generator: copies in another type are made and freed one by one.
+    # A generator, so that copies in another type are made and freed one by one.
     return of_parts(
         part.pushed_as(dtype).placed() for part, dtype in zip(parts, dtypes, strict=True)
     )
 
 
 def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> list[int]:
-    """Join the shares of all ranks to the fingerprints of the full tensors, `[tensors]`.
+    """Add up the shares of all ranks to the fingerprints of the full tensors, `[tensors]`.
 
     marks   `[ranks][tensors]`, by `marks_of`
     firsts  `[ranks][tensors]`, `TensorPart.first`
 
-    Ranks that hold the same part must agree on it; otherwise both count, and the sum matches no tensor's fingerprint.
-    All ranks must have the tensors in the same order. An empty part's share is 0.
+    A part that several ranks hold counts once if their shares are equal. If they differ, all of them count, so that the
+    sum differs from the fingerprint that was pushed. All ranks must have the tensors in the same order. An empty part's
+    share is 0.
     """
     totals = []
     for firsts_of_ranks, marks_of_ranks in zip(
         zip(*firsts, strict=True), zip(*marks, strict=True), strict=True
     ):
-        # A set: a part that several ranks hold counts once. Two parts with equal shares differ in their first index.
+        # A set, in which a part that several ranks hold is once. Different parts with equal shares differ in `first`.
         parts = set(zip(firsts_of_ranks, marks_of_ranks, strict=True))
         totals.append(sum(mark for _, mark in parts) % (1 << 64))
     return totals
@@ -125,25 +128,27 @@ def joined(marks: Sequence[Sequence[int]], firsts: Sequence[Sequence[int]]) -> l
 
 @dataclass
 class Deliveries:
-    """What a model's loader was last given, by the checkpoint's names.
+    """What a model's loader was last given of each tensor, by the checkpoint's names.
 
-    dtypes  number types
-    marks   fingerprints, unsigned 64-bit; remembered only if `watch` is told so: they cost a pass over all weights
+    dtypes  number type of each tensor
+    marks   fingerprint of each tensor, unsigned 64-bit; {} unless `watch` is told to make them, which costs a pass over
+            all weights
     """
 
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    # as `raw_sum` returns them, so that loading does not wait for a GPU
+    # not finished, as `raw_sum` returns them, so that loading does not wait for a GPU
     _marks: dict[str, int | Tensor] = field(default_factory=dict)
 
     @property
     def marks(self) -> dict[str, int]:
-        """Read the fingerprints. Those on a GPU take one wait together."""
+        """Return the fingerprints. Waits once for a GPU."""
         return dict(zip(self._marks, from_raw_sums(list(self._marks.values())), strict=True))
 
     def watch(self, model: nn.Module, *, fingerprints: bool) -> None:
         """From now on, note every tensor that the loader of `model` is given. Call it once for each model.
 
-        This works for every architecture, and for quantised weights, whose stored form cannot be compared.
+        This works for every architecture, and for quantised weights, whose stored form cannot be compared with what was
+        pushed.
         """
 
         def noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -161,7 +166,8 @@ def load_through(
 ) -> None:
     """From now on, let `model.load_weights` see what `transform` makes of the (name, tensor) pairs that it is given.
 
-    Calls nest: the `transform` of the last call sees the tensors first.
+    Each call wraps the wrappers of the calls before: the `transform` of the last call sees the tensors first. Nothing
+    takes a wrapper off again.
     """
     load = model.load_weights
 
@@ -175,7 +181,7 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
     """Compute the fingerprint of every tensor of the engine, by name. All tensor-parallel ranks must call it.
 
     scheduler        SGLang's `Scheduler`
-    target, drafter  the deliveries to the two models, whose number types count
+    target, drafter  the deliveries to the two models, of which only the number types (`dtypes`) are read
 
     Raises UnnamedError.
     """
@@ -183,7 +189,7 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
     shares = marks_of(
         parts, [(drafter if part.drafter else target).dtypes.get(part.name) for part in parts]
     )
-    # [2, tensors] int64, which all ranks have in the same order
+    # [2, tensors] int64: shares and first indices. All ranks have the tensors in the same order.
     mine = torch.tensor([[_signed(mark) for mark in shares], [part.first for part in parts]])
     group = parallel().tp_group.cpu_group
     by_rank = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -195,8 +201,8 @@ def fingerprints(scheduler: Any, target: Deliveries, drafter: Deliveries) -> dic
 def parts_of_scheduler(scheduler: Any) -> Iterator[TensorPart]:
     """Yield what this rank's live models hold. Raises UnnamedError.
 
-    Ranks that hold other layers, or the same names with other weights, could not be joined, so they are refused: at the
-    call. Families and layers that are not known are refused while the result is iterated.
+    The call itself raises it if ranks hold different layers, or different weights under the same names: their shares
+    could not be added up. For an unknown family or layer it is raised while the result is iterated.
     """
     if parallel().pp_size > 1:
         raise UnnamedError(
@@ -223,9 +229,9 @@ def models_of(scheduler: Any) -> tuple[Any, Any]:
 
 
 def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[TensorPart]:
-    """Yield every parameter under its checkpoint's name. One that the drafter shares with the target comes once.
+    """Yield every parameter under its checkpoint's name. The order is the same on every rank. Raises UnnamedError.
 
-    The order is the same on every rank. Raises UnnamedError.
+    A parameter that both models share comes once, as the target's.
     """
     name = type(target).__name__
     if name not in FAMILIES or not FAMILIES[name].pushed:
@@ -239,7 +245,7 @@ def named_tensors(target: nn.Module, drafter: nn.Module | None) -> Iterator[Tens
         return
     config: Any = target.config
     layers = str(config.num_hidden_layers)
-    # The checkpoint may number the drafter's layer behind the target's layers.
+    # In some checkpoints the drafter's layer has the number behind the target's last layer.
     prefixes = [
         (ours, theirs.format(layers=layers)) for ours, theirs in _DRAFTERS[type(drafter).__name__]
     ]
@@ -264,7 +270,7 @@ def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[Tensor
         for leaf, parameter in module.named_parameters(recurse=False):
             if id(parameter) in without:
                 continue
-            # "NoneType" of a module that SGLang never quantises
+            # "NoneType": a module that SGLang never quantises has no method.
             method = type(getattr(module, "quant_method", None)).__name__
             if not method.startswith(("Unquantized", "NoneType")):
                 raise UnnamedError(f"{prefix} is quantised ({method})")
@@ -287,7 +293,8 @@ def _unstacked(model: nn.Module, without: Iterable[int] = ()) -> Iterator[Tensor
 def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
     """Yield the parts of a parameter outside experts and latent attention.
 
-    SGLang's layers are told apart by their attributes, the more special ones first.
+    SGLang's layers are told apart by their names and attributes. The order of the cases matters: a later case would
+    also fit the layers of some earlier ones.
     """
     stem, _, last = prefix.rpartition(".")
     rank = _rank(module)
@@ -324,8 +331,8 @@ def _of_layer(prefix: str, module: Any, leaf: str, data: Tensor) -> Iterator[Ten
 def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[TensorPart]:
     """Yield each expert's tensors of a `FusedMoE`: w13 [experts, gate and up rows, H], w2 [experts, H, columns].
 
-    Every rank yields all experts, so that all ranks have the same order of names. SGLang may put a shared expert behind
-    the routed ones; its loader takes it under its own name all the same.
+    Every rank yields all experts, so that all ranks have the same order of names. SGLang may store a shared expert
+    behind the routed ones. In a push this expert has its own name all the same.
     """
     if module.use_triton_kernels or module.use_flashinfer_trtllm_moe:
         raise UnnamedError(
@@ -344,7 +351,7 @@ def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[Tensor
     for expert in range(routed + module.num_fused_shared_experts):
         slot = module._map_global_expert_id_to_local_expert_id(expert)
         name = f"{stem}.experts.{expert}" if expert < routed else f"{stem}.shared_experts"
-        # A slot of -1: another expert-parallel rank has the expert.
+        # `slot` -1: only another expert-parallel rank has the expert.
         part = data[slot] if slot >= 0 else data.new_empty(0, data.shape[2])
         start = first if slot >= 0 else _ELSEWHERE
         if leaf == "w2_weight":
@@ -359,7 +366,8 @@ def _experts(stem: str, module: Any, leaf: str, data: Tensor) -> Iterator[Tensor
 def _latent_kv_b(attention: Any, weight: Tensor) -> Tensor:
     """Return the weight of latent attention's `kv_b_proj`, made from the copies that the decode kernels read, if any.
 
-    SGLang makes these copies, `w_kc` and `w_vc`, after loading. If a push did not renew them, the fingerprint shows it.
+    SGLang makes these copies after loading: `w_kc` [heads, key rows, rank] and `w_vc` [heads, rank, value rows]. If a
+    push did not renew them, the fingerprint of this weight shows it; that of the parameter would not.
     """
     if attention.w_kc is None or attention.w_vc is None:
         return weight
@@ -377,11 +385,11 @@ def _rows(name: str, data: Tensor, total: int, first: int) -> TensorPart:
 
 
 def _rank(module: Any) -> int:
-    """Return this rank's place among those that share the layer, which may be fewer than all tensor-parallel ranks."""
+    """Return this rank's index among the ranks that share the layer, which may be fewer than all of the engine."""
     group = getattr(module, "tp_group", None)  # of SGLang 0.5.23; layers of 0.5.15 have the number
     return getattr(module, "tp_rank", 0) if group is None else group.rank_in_group
 
 
 def _signed(mark: int) -> int:
-    """Return the signed integer with the same 64 bits, for a tensor of int64."""
+    """Return the signed integer with the same 64 bits: torch's int64 cannot hold the unsigned one."""
     return mark - (1 << 64) if mark >> 63 else mark

@@ -1,12 +1,12 @@
-"""Keep the drafter's inputs that it has not read in host memory, without holding up the forward passes.
+"""Keep in host memory the inputs that the drafter has not read yet, without holding up the forward passes.
 
-`drafter_gap.py` says when that happens, and is the only caller.
+`drafter_gap.py` is the only caller: it decides when rows move to the stash and when they are read.
 
-A GPU's rows are copied to pinned memory on a stream of their own. From there a thread copies them to ordinary memory.
-torch keeps the pinned memory for the next copy, because pinning memory takes the host as long as the copy.
+The rows of a GPU are copied to pinned memory on a CUDA stream of their own. From there a thread copies them to ordinary
+memory. torch keeps the pinned memory for the next copy, because pinning memory takes the host as long as the copy.
 
-A request is known by a number, which `DrafterGap` gives. Each request's rows are copies of their own, so that their
-memory is freed when the request ends.
+A request is known by a number, which `DrafterGap` gives. The rows of each request are tensors of their own, and no
+views of a common one, so that their memory is freed when the request ends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class SkippedRound:
     """
 
     clock: int
-    numbers: np.ndarray  # [B] int64: the number of each request
+    numbers: np.ndarray  # [B] int64: the number of each request, by `DrafterGap`
     hidden: Tensor  # [B * width, H]
     tokens: Tensor  # [B * width]
     width: int
-    counts: Tensor | None  # [B]; None: all
+    counts: Tensor | None  # [B] valid rows of each request; None: all `width` rows are valid
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Rows:
     tokens: Tensor  # [n] int64
 
     def since(self, clock: int) -> Rows:
-        """Return the rows of the rounds from `clock` on."""
+        """Return the rows of the rounds from `clock` on, as views."""
         first = int(np.searchsorted(self.clocks, clock))
         return Rows(self.clocks[first:], self.hidden[first:], self.tokens[first:])
 
 
 def gather(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the concatenation of tensors, at least one, on the device. Some of them may be there already.
+    """Return the concatenation of tensors, at least one, on the device. Each may be on the host or on that device.
 
     All tensors from the host travel in one copy. The host does not wait for it: torch keeps the pinned memory until
     the copy has ended.
@@ -81,7 +81,7 @@ def split_by_request(
 
     A request without a valid row is not in the result.
     """
-    # a value for each row of all rounds
+    # lists with an array for each round, which has a value for each row
     numbers, clocks, valid = [], [], []
     for skipped in rounds:
         requests = len(skipped.numbers)
@@ -95,14 +95,14 @@ def split_by_request(
     selected = np.concatenate(valid)
     if wanted is not None:
         selected &= np.isin(owners, list(wanted))
-    # Sorted by request. The sort is stable, so rows of one request stay in the order of time.
+    # Indices of the selected rows, sorted by request. The sort is stable, so rows of one request stay in time order.
     places = np.flatnonzero(selected)
     places = places[np.argsort(owners[places], kind="stable")]
     present, first, sizes = np.unique(owners[places], return_index=True, return_counts=True)
     clocks_of_requests = np.split(np.concatenate(clocks)[places], first[1:])
     indices = torch.from_numpy(places).to(hidden.device).split(sizes.tolist())
     rows = {}
-    # Not strict: without any row `np.split` still returns one empty part.
+    # Not strict: without any selected row `np.split` still returns one empty part.
     for number, own_clocks, index in zip(
         present.tolist(), clocks_of_requests, indices, strict=False
     ):
@@ -113,14 +113,14 @@ def split_by_request(
 class Stash:
     """The rows of running requests in host memory, in chunks of some rounds.
 
-    They take a few per cent of the size of the KV cache. The scheduler's thread calls all methods. The stash has a
-    thread of its own, which splits the rows by request.
+    A token's row takes a few per cent of the memory that the KV cache takes for a token. The scheduler's thread calls
+    all methods. The stash has a thread of its own, which splits the rows by request.
     """
 
     def __init__(self) -> None:
-        # in the order of time; rows by request number
+        # What each `put` stores, in the order of time: rows by request number, once the thread has split them.
         self._chunks: list[Future[dict[int, Rows]]] = []
-        # One thread, which starts at the first use.
+        # One thread, which starts at the first `put`.
         self._thread = ThreadPoolExecutor(1, "rlspec-stash")
         self._stream: torch.cuda.Stream | None = None  # of the copies to the host
 
@@ -130,7 +130,7 @@ class Stash:
         No later pass may overwrite their tensors. Call it in the order of time: `find` returns rows in this order.
         """
         hidden = [skipped.hidden for skipped in rounds]
-        # tokens of all rounds, then counts of all rounds: one copy for both, which `finish` takes apart
+        # Tokens of all rounds, then counts of all rounds. Together they take one copy, and `finish` takes them apart.
         integers = [skipped.tokens.long() for skipped in rounds]
         integers += [skipped.counts.long() for skipped in rounds if skipped.counts is not None]
         copied = None
@@ -151,10 +151,13 @@ class Stash:
     def _copy_to_host(
         self, hidden: list[Tensor], integers: list[Tensor]
     ) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Begin to copy both concatenations into pinned memory, on a stream of its own. The event marks their end."""
+        """Begin to copy both concatenations into pinned memory, on a stream of its own.
+
+        Returns [hidden, integers], which are complete once the returned event has come.
+        """
         device = hidden[0].device
         self._stream = self._stream or torch.cuda.Stream(device)
-        # The passes that compute these tensors may still run.
+        # The passes that compute these tensors may still run: the copies must come after them.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             staged = [torch.cat(parts).to("cpu", non_blocking=True) for parts in (hidden, integers)]
@@ -179,7 +182,7 @@ class Stash:
     def find(self, number: int, since: int) -> list[Rows]:
         """Return a request's rows of the rounds from the clock `since` on, in the order of time.
 
-        Waits until all copies have ended.
+        Waits until all copies have ended. Returns [] if the stash has no such rows.
         """
         parts = []
         for chunk in self._chunks:
@@ -189,5 +192,5 @@ class Stash:
         return parts
 
     def clear(self) -> None:
-        """Drop all rows."""
+        """Drop all rows. Copies that are under way end in the background, and are dropped, too."""
         self._chunks = []

@@ -1,19 +1,22 @@
-"""Verifies drafts by sampling: at every position it takes the token that plain decoding would sample.
+"""Verify drafts by sampling: at every position the target's token is the one that plain decoding would sample.
 
-Position-keyed: a token is the argmax of log p + Gumbel(hash(seed, position, token)), SGLang's `multinomial_with_seed`.
-Drafts are accepted while they equal the token sampled at their position. So the text depends on seed, prompt,
-sampling parameters and weights only. Target-only is the same walk with ordinary random numbers; on a GPU SGLang's own
-kernels do it, and no hook of this file is used.
+Two verifiers (docs/losslessness.md):
 
-SGLang's `eagle_sample` has a branch that walks the draft tree with given target tokens (`verify_tree_greedy_func`),
-which it computes by argmax. The hooks send sampled requests into that branch and replace those tokens by sampled ones,
-after SGLang has applied penalties, biases and grammar masks.
+- `position_keyed`: a token is the argmax of log p + Gumbel(hash(seed, position, token)), SGLang's
+  `multinomial_with_seed`. Drafts are accepted while they equal the token sampled at their position. So the text depends
+  on seed, prompt, sampling parameters and weights only.
+- `target_only`: the same walk with ordinary random numbers. On a GPU SGLang's own kernels do it, and no hook of this
+  file is used.
+
+SGLang's `eagle_sample` has a branch for greedy requests. It computes the target's tokens by argmax, and walks the draft
+tree with them (`verify_tree_greedy_func`). The hooks send sampled requests into that branch, too, and replace the
+argmax by sampled tokens, after SGLang has applied penalties, biases and grammar masks.
 
 On a GPU the kernel of `kernels/sampling.py` draws from the logits, in plain decoding, too, and gives the log-probs
-with the tokens. Rows of requests with top-k, top-p or min-p, rounds that ask for more than a token's log-prob, and
-machines without the kernel take SGLang's functions. Apart from such rounds, which of the two draws a row does not
-depend on other rows. Both draw the same token, except where two scores differ by less than the rounding of a float32
-softmax.
+with the tokens. SGLang's functions draw instead for requests with top-k, top-p or min-p, in plain rounds that ask for
+more than a token's log-prob, and on machines without the kernel. Apart from such rounds, which of the two draws a row
+does not depend on other rows. Both draw the same token, except where two scores differ by less than the rounding of a
+float32 softmax.
 """
 
 from __future__ import annotations
@@ -56,14 +59,14 @@ def hooks(settings: Settings) -> Iterator[Hook]:
         if not is_cpu():
             yield "sglang.srt.layers.sampler.Sampler.forward", sample_plain, "AROUND"
     elif not is_cpu():
-        return  # SGLang's own kernels verify so where they exist.
+        return  # `target_only` on a GPU: SGLang's own kernels do it.
     verification = _SampledVerification()
     yield "sglang.srt.speculative.eagle_utils.eagle_sample", verification.prepare, "AROUND"
     yield "sglang.srt.speculative.eagle_utils.verify_tree_greedy_func", verification.walk, "AROUND"
 
 
 def _keep_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> Any:
-    """Put the requests' seeds [B] back: SGLang drops them outside its deterministic mode.
+    """Put the requests' seeds [B] into a new `SamplingBatchInfo`: SGLang drops them outside its deterministic mode.
 
     That mode is not used, because it also changes kernels.
     """
@@ -80,14 +83,14 @@ def _seed(request: Any) -> int:
 
 
 def _sample_filtered(original: Callable, probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Draw filtered tokens [N] int32 with noise that is keyed by the token.
+    """Draw tokens [N] int32 of requests with top-k, top-p or min-p, with noise that is keyed by the token.
 
-    SGLang keys it by the place in the sorted probabilities. Two nearly equal tokens can swap places by rounding, and
-    the text would change.
+    Wraps SGLang's sampling from filtered probabilities [N, V], which keys the noise by the place in the sorted
+    probabilities. Two nearly equal tokens can swap places by rounding, and the text would change.
     """
     from sglang.srt.layers.sampler import multinomial_with_seed
 
-    # SGLang's parameters behind `probs`, in their order; callers pass some by position and some by name.
+    # The parameters that follow `probs` in SGLang's function, in their order; callers pass some of them by name.
     names = ("top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed", "positions")
     arguments = dict(zip(names, args, strict=False)) | kwargs
     seeds = arguments["sampling_seed"]
@@ -121,9 +124,10 @@ def sample_plain(
     positions: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
-    """Draw the tokens [B] int32 of a plain decode round by our kernel, if there is one and it gives all that is needed.
+    """Draw the tokens [B] int32 of a pass without drafts by our kernel, if it gives all that the round needs.
 
-    Wraps SGLang's `Sampler.forward`. Log-probs [B] of the tokens go into `logits_output`, if they are wanted.
+    Wraps SGLang's `Sampler.forward`, which draws otherwise. Log-probs [B] of the tokens go into `logits_output`, if
+    they are wanted.
     """
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
@@ -145,7 +149,7 @@ def sample_plain(
     tokens = tokens.to(torch.int32)
     if return_logprob:
         logits_output.next_token_logprobs = logprobs
-    layer._sync_token_ids_across_tp(tokens, info)
+    layer._sync_token_ids_across_tp(tokens, info)  # as SGLang's `forward` does after sampling
     return tokens
 
 
@@ -154,15 +158,15 @@ def known_logprobs(
 ) -> None:
     """Take the log-probs [B, width] of accepted tokens from the sampling, which gave one for every node's token.
 
-    Wraps SGLang's computation of them (`versions.spec_logprobs`). `_SampledVerification.walk` sets `rlspec_logprobs`,
-    [B * width] in even rows.
+    Wraps SGLang's own computation of these log-probs (`versions.spec_logprobs`). It reads `rlspec_logprobs`, which
+    `_SampledVerification.walk` sets: [B * width] in even rows, as in `ragged.py`.
     """
     from sglang.srt.layers.sampler import SGLANG_RETURN_ORIGINAL_LOGPROB
 
     sampled_logprobs = getattr(logits_output, "rlspec_logprobs", None)
     only_sampled = only_tokens(batch.top_logprobs_nums, batch.token_ids_logprobs)
-    # Indices [B, width] of the accepted nodes, -1 behind the last one: what that reads is not used. SGLang 0.5.15.post1
-    # passes (tokens, indices) by position.
+    # Indices [B, width] of the accepted nodes, -1 behind the last one. The index -1 reads some log-prob, which SGLang
+    # does not use. SGLang 0.5.15.post1 passes (tokens, indices) by position.
     index = kwargs["accept_index"] if "accept_index" in kwargs else args[1]
     if sampled_logprobs is None or not only_sampled or SGLANG_RETURN_ORIGINAL_LOGPROB:
         return original(batch, logits_output, *args, **kwargs)
@@ -174,10 +178,12 @@ def known_logprobs(
 class VerifyPass:
     """A verification in progress: what sampling the target's tokens needs.
 
+    A node is a position behind which the target samples: that of a request's newest token, or of one of its drafts.
+
     info       SGLang's `SamplingBatchInfo`
     logits     [N, V] of the nodes that are verified
     positions  [N] of the nodes, which key the noise
-    width      nodes of each request where all drafts are verified: drafts + 1
+    width      nodes of each request if all drafts are verified: drafts + 1
     output     SGLang's LogitsProcessorOutput, which gets the log-probs
     chosen     which of the drafts are verified; None: all
     """
@@ -204,7 +210,7 @@ class _SampledVerification:
     """
 
     def __init__(self) -> None:
-        # between the start and the end of `prepare`; None: SGLang's own tokens
+        # set while `prepare` runs, for `walk`; None: `walk` leaves SGLang's tokens as they are
         self._pass: VerifyPass | None = None
 
     def prepare(
@@ -226,16 +232,17 @@ class _SampledVerification:
         if chosen is not None:
             positions = positions[chosen.nodes]
         nodes = len(positions)
-        if len(logits) > nodes:  # a CUDA graph's outputs, with its padding behind the nodes
+        if len(logits) > nodes:  # the outputs of a CUDA graph, which has padding behind the nodes
             logits = logits_output.next_token_logits = logits[:nodes]
             logits_output.hidden_states = logits_output.hidden_states[:nodes]
         if chosen is not None or not greedy:
             width = verify_input.draft_token_num
             self._pass = VerifyPass(info, logits, positions, width, logits_output, chosen)
-            # SGLang's condition for the branch that walks given tokens. Restored below, also after an error.
+            # SGLang's condition for the branch for greedy requests. Restored below, also after an error.
             info.is_all_greedy = True
         if chosen is not None:
-            # SGLang takes the argmax of even rows, which `walk` replaces. So one column of zeros is enough.
+            # SGLang needs even rows, and takes the argmax of their logits. `walk` replaces the argmax, so one column of
+            # zeros is enough.
             logits_output.hidden_states = chosen.to_even_rows(logits_output.hidden_states)
             even = logits.new_zeros(len(verify_input.draft_token), 1)
             output = dataclasses.replace(logits_output, next_token_logits=even)
@@ -271,7 +278,7 @@ def sample_targets(verified: VerifyPass) -> tuple[torch.Tensor, torch.Tensor]:
     kernel = chosen.sampling(logits) if info.sampling_seed is not None else None
     tokens, logprobs = sample(kernel, info, logits, verified.positions, verified.requests)
     group = parallel().tp_group
-    # Rounding of the logits can differ between ranks, and all must accept the same drafts.
+    # Rounding of the logits can differ between ranks, but all ranks must accept the same drafts.
     if group.world_size > 1:
         group.broadcast(tokens, src=0)
     return tokens, logprobs
@@ -286,8 +293,8 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from each row of logits [N, V]. Returns tokens [N] int64 and their log-probs [N].
 
-    The kernel draws the rows whose request has no top-k, top-p or min-p. SGLang's functions draw the others, a few rows
-    at a time, because they copy the logits, some of them in float64.
+    The kernel draws the rows whose request has no top-k, top-p or min-p. SGLang's functions draw the other rows, a few
+    rows at a time: these functions copy the logits, some in float64, and the copies must fit into memory.
 
     kernel     `kernels/sampling.py`; None: SGLang's functions draw all rows
     info       SGLang's `SamplingBatchInfo`, of B requests
@@ -296,18 +303,20 @@ def sample(
     """
     rows, vocabulary = logits.shape
     rows_at_a_time = max(1, ELEMENTS // vocabulary)
-    groups: Iterable[slice | torch.Tensor] = ()  # of the rows that SGLang's functions draw
+    # the rows that SGLang's functions draw, some at a time
+    groups: Iterable[slice | torch.Tensor] = ()
     if kernel is None:
         tokens = positions.new_empty(rows, dtype=torch.int64)
         logprobs = logits.new_empty(rows, dtype=torch.float32)
         groups = [slice(first, first + rows_at_a_time) for first in range(0, rows, rows_at_a_time)]
     else:
         seeds = info.sampling_seed[requests]
-        # All rows: to leave some out would cost a copy of the logits. Those with a limit are drawn again below.
+        # The kernel draws all rows: to leave some out would cost a copy of the logits. Rows with top-k, top-p or min-p
+        # are drawn again below.
         tokens, logprobs = kernel.sample(logits, seeds, positions, info.temperatures[requests])
         if limited(info):
             has_limit = (info.top_ks < vocabulary) | (info.top_ps < 1) | (info.min_ps > 0)
-            # Waits for the device, once a pass: the host must know how many rows these are.
+            # `nonzero` waits for the device, once a pass: the host must know how many rows have a limit.
             groups = has_limit[requests].nonzero()[:, 0].split(rows_at_a_time)
     for group in groups:
         drawn = _sample_rows(info, logits[group], positions[group], requests[group])

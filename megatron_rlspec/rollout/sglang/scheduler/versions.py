@@ -1,8 +1,10 @@
 """Adapters to the SGLang versions that are supported: 0.5.23, 0.5.15.post1, which slime pins, and 0.5.16 to 0.5.19.
 
-What they do differently stands here, or is chosen here (`hooks`). Other files read a field that only some versions have
-by `getattr`, and name the version. A version later than 0.5.23 is treated like it, with a warning. The tests compare
-every call of this package, and the names that it replaces or reads, with each version.
+What the versions do differently stands in this file, or is chosen in this file (`hooks`). If only some versions have a
+field, other files read it by `getattr`, and name the version. A version later than 0.5.23 is treated like 0.5.23, with
+a warning. The tests compare every call of this package, and the names that it replaces or reads, with each version.
+
+To support another version, add an entry to `KNOWN`, and a class below that overrides what differs.
 """
 
 from __future__ import annotations
@@ -25,21 +27,22 @@ Hook = tuple[str, Callable, str]
 
 
 class Sglang0523:
-    """Adapts to 0.5.23. Later versions are treated like it, with a warning.
+    """Adapts to 0.5.23, and serves for later versions, too.
 
-    The classes below override what differs in older versions. Members without a docstring there mean the same as here.
+    The classes below override what differs in older versions. Their members without a docstring mean the same as here.
     Schedulers call `answer` to `forward` and `stamp`; the web process calls `begin_push`, `end_push`, `tensors`,
     `broadcast` and, with a manager, `weight_version`. `rlspec serve` calls `without_eagle3` and `prepare_cpu` before it
     starts SGLang, and `http/plugin.py` calls `hooks` in each of SGLang's processes.
     """
 
-    spans = True  # an answer names the weights under which each of its tokens was sampled
+    spans = True  # whether an answer names the version of the weights under which each of its tokens was sampled
     # options of the server on a machine without a GPU
     cpu_arguments: tuple[str, ...] = ("--attention-backend=intel_amx",)
     # Huge pages: otherwise receiving a bucket of weights takes four times as long as copying it.
     cpu_environment: Mapping[str, str] = {"THP_MEM_ALLOC_ENABLE": "1"}
-    ragged = True  # a round can verify another number of drafts of each request
-    opens_handles = True  # schedulers open a bucket in the trainer's GPU memory
+    # whether a round can verify another number of drafts of each request (`ragged.py`)
+    ragged = True
+    opens_handles = True  # whether schedulers can open a bucket in the trainer's GPU memory (`bucket_memory.py`)
     # SGLang's function that computes the log-probs of a round's accepted tokens; `verifier.py` wraps it
     spec_logprobs = "sglang.srt.speculative.eagle_worker_common.compute_spec_logprobs"
 
@@ -58,14 +61,16 @@ class Sglang0523:
         return controller.params.cuda_graph_bs_for_step(steps)
 
     def known_top_k(self, info: Any) -> dict[str, Any]:
-        """Return the argument by which a `SamplingBatchInfo` tells the sampler its largest top_k, on the host."""
+        """Return the sampler's keyword argument with the largest top_k of a `SamplingBatchInfo`, if it has one."""
         return {"max_top_k": info.max_top_k}
 
     def weight_version(self, manager: Any = None) -> str:
         """Return the version of the weights, in a scheduler's process or in the one of the tokenizer `manager`.
 
-        `server_args` keep the version that the engine started with. Older versions raise NotImplementedError in a
-        scheduler's process.
+        `server_args` cannot answer, because they keep the version that the engine started with. Older SGLang versions
+        raise NotImplementedError in a scheduler's process.
+
+        manager  SGLang's TokenizerManager in the web process; None: called in a scheduler's process
         """
         from sglang.srt.runtime_context import get_serving
 
@@ -86,7 +91,10 @@ class Sglang0523:
         return without_eagle3(config)
 
     async def begin_push(self, manager: Any, selector: str) -> tuple[bool, str]:
-        """Open a weight update; return success and SGLang's message. `selector`: "all", "target" or "draft"."""
+        """Open a weight update; return success and SGLang's message. Call it in the web process.
+
+        selector  "all", "target" or "draft": the models that the update will change
+        """
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         return await manager.begin_weight_update(BeginWeightUpdateReqInput(selector=selector))
@@ -98,7 +106,7 @@ class Sglang0523:
         return await manager.end_weight_update(EndWeightUpdateReqInput())
 
     def stamp(self, scheduler: Any, version: str) -> None:
-        """Tell the scheduler the version of its weights."""
+        """Tell the scheduler the version of its weights, at the end of an update (`control._stamp`)."""
         scheduler.record_weight_version_change(new_version=version)
 
     def tensors(
@@ -147,7 +155,10 @@ class Sglang0523:
     broadcast_for = tensors_for  # the same fields of a `broadcast` message
 
     def prepare_cpu(self) -> None:
-        """Keep SGLang from a CPU backend that cannot speculate, and skip the drafter's waits for a GPU."""
+        """Keep SGLang from a CPU backend that cannot speculate, and skip the drafter's waits for a GPU.
+
+        Replaces functions of SGLang and torch in the whole process. Call it before SGLang starts.
+        """
         import torch
         from sglang.srt.arg_groups import attention_hook
 
@@ -185,11 +196,12 @@ class Sglang0523:
 class Sglang0515(Sglang0523):
     """Adapts to 0.5.15.post1.
 
-    It updates weights without a session. Through a process group it updates the target only; our hook adds the drafter.
+    This version updates weights without a session. Through a process group it updates the target only; our hook
+    `drafter_push.load_twice` adds the drafter.
     """
 
     spans = False
-    # Its CPU backend cannot speculate. Its Triton backend can, in Triton's interpreter.
+    # The CPU backend of this version cannot speculate. Its Triton backend can, in Triton's interpreter.
     cpu_arguments = (
         "--attention-backend=triton",
         "--triton-attention-num-kv-splits=1",
@@ -252,14 +264,14 @@ class Sglang0515(Sglang0523):
         """Select the Triton form of two kernels that also exist in CUDA, and skip the drafter's waits for a GPU."""
         import torch
 
-        # On XPU these modules take the Triton form.
+        # Two modules take the Triton form of their kernel where they find an XPU (Intel's GPU).
         for name in ("sglang.srt.speculative.eagle_utils", self.cache_locs):
             vars(importlib.import_module(name))["_is_xpu"] = True
         torch.cuda.synchronize = lambda device=None: None
         torch.Tensor.record_stream = lambda tensor, stream: None
 
     def hooks(self) -> Iterator[Hook]:
-        # No session, so no `PushSession`, and no draft vocabulary, whose rows are copied when a session ends.
+        # There is no session, so no `PushSession`, and no draft vocabulary, whose rows are copied when a session ends.
         from megatron_rlspec.rollout.sglang.scheduler import drafter_push, protect
         from megatron_rlspec.rollout.sglang.scheduler.push_session import MANAGER
 
@@ -285,7 +297,8 @@ class Sglang0518(Sglang0516):
     spec_logprobs = Sglang0523.spec_logprobs
 
 
-# Classes of targets that were tested to give an EAGLE-3 drafter the hidden states of their layers. MiMo's gives none.
+# SGLang's classes of targets that were tested to give an EAGLE-3 drafter the hidden states of their layers. MiMo's
+# class gives none.
 # `tools/families_page.py` prints them.
 EAGLE3_TARGETS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -310,9 +323,10 @@ def _draw_finite(logprobs: Any, seed: Any, positions: Any) -> Any:
 
 
 def _flush_while_paused(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """Flush the cache of a paused engine although requests wait. SGLang alone would end.
+    """Wrap `flush_cache`: flush the cache of a paused engine although requests wait. SGLang's own would not flush.
 
-    Requests that a pause took off the batch hold no cache. So the queue is hidden during the flush.
+    Requests that a pause took off the batch hold no cache. So the waiting queue is hidden during the flush. Returns
+    whether the cache was flushed.
     """
     waiting = scheduler.waiting_queue
     if scheduler._engine_paused:
