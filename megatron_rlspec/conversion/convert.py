@@ -1,12 +1,14 @@
 """Convert checkpoints between Hugging Face and Megatron, drafter included; a run's checkpoint to Hugging Face only.
 
-`plan` reads the source's headers and returns a `Conversion`, in which each canonical Megatron name stands for a full
-tensor that is read or made on access. A source of any kind, and a fresh drafter, have this form. `convert` then reads
-and writes one layer after the other. Memory holds one file of up to 5 GB where the target is Hugging Face's, and one
-tensor where it is Megatron's. The target appears when it is complete, or not at all.
+`plan` reads the source's headers and returns a `Conversion`. It maps each canonical Megatron name to a full tensor that
+is read or made on access, whatever the kind of the source; a fresh drafter is such a mapping, too. `convert` then reads
+and writes one layer after the other. The target appears when it is complete, or not at all.
 
-`commands/convert.py` calls both. Formats: `models/hf_files.py`, `torch_dist.py` (Megatron), `run_checkpoint.py` (source
-only).
+Memory: where the target is Hugging Face's, the tensors of one of its files, about 5 GB; where it is Megatron's, one
+tensor. An EAGLE-3 drafter of a run is held whole.
+
+`commands/convert.py` and `run/fresh.py` call both. Formats: `models/hf_files.py`, `torch_dist.py` (Megatron),
+`run_checkpoint.py` (source only).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from megatron_rlspec.models.lazy import Lazy, Makers, to_megatron
 from megatron_rlspec.models.names import NameTable, name_table
 
 Kind = Literal["hf", "megatron"]  # of a target; a source can also be a checkpoint of a run
-# Group 1 is the layer's prefix in a canonical name, of policy or drafter; `models.names.LAYER` finds the policy's only.
+# Group 1 is the prefix of a decoder layer or an MTP layer in a canonical name, of policy or drafter.
+# `models.names.LAYER` finds the policy's only.
 _LAYER = re.compile(r"^((?:decoder|mtp|eagle_module\.decoder)\.layers\.\d+)\.")
 # canonical names
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -54,10 +57,10 @@ _FINAL_NORM = "decoder.final_layernorm.weight"
 class SavedEagle3:
     """The EAGLE-3 drafter of a run's checkpoint, which is written to a directory of its own.
 
-    target   the new directory
+    target   the new directory, beside that of the policy
     config   config.json of the drafter
     source   the directory that the run's drafter started from: its small files are copied
-    ids      token ids that it drafts from, `[S] int64`
+    ids      token ids that it drafts from, ascending, `[S] int64`
     family   names of policy and drafter
     tensors  full tensors of the drafter by canonical name, read on access
     """
@@ -72,16 +75,16 @@ class SavedEagle3:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A planned conversion. Nothing is written yet, and of the tensors to convert only headers are read.
+    """A planned conversion. Nothing is written yet, and no tensor to convert is in memory.
 
     source       the checkpoint
     target       the new directory
     to           the kind of the target
-    family       names of the model, a fresh drafter included
+    family       names of all tensors of the target, those of a fresh drafter included
     config       config.json of the target
     tensors      full tensors by canonical name, read or made on access
     small_files  the directory from which tokenizer and other small files are copied
-    eagle3       a second directory to write; None: there is none
+    eagle3       the EAGLE-3 drafter of a run, a second directory to write; None: there is none
     """
 
     source: Path
@@ -144,11 +147,12 @@ def plan(
     table = name_table(config, spec)
     tensors: Mapping[str, Tensor]
     if kind == "hf":
-        # now with the weights: above, `small_files` may be another directory or a Megatron checkpoint's
+        # The check above left the weights out, because `small_files` may hold none. `source` does.
         check_model(source, "convert", drafter=not add_mtp, tokenizer=False)
         tensors = to_megatron(source_table, read_hf(source)[1])
     else:
-        # By the table with the drafter: its names that the source lacks are not in `tensors`.
+        # `table` also names a drafter to add. The reader leaves out names that the source lacks, so one table serves
+        # sources with and without a drafter.
         tensors = TorchDistReader(source, table)
         _check_complete(source, tensors, table, drafter=not add_mtp)
     if add_mtp:
@@ -159,7 +163,8 @@ def plan(
 def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
     """Plan the conversion of a run's checkpoint to Hugging Face. Raises CheckpointError or FileError.
 
-    hf  the model that the run started from; None: where the run's config.json says
+    source  the directory of the checkpoint, RUN/checkpoints/step-N
+    hf      the model that the run started from; None: where the run's config.json says
     """
     model, drafter_path = run_checkpoint.model_of(source, hf)
     config = check_model(model, "convert", weights=False, tokenizer=False)
@@ -175,7 +180,8 @@ def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
     table = name_table(config, run_checkpoint.spec_of(source))
     tensors = run_checkpoint.tensors_of(source, table, layout.tensor)
     if not layout.drafter:
-        # The checkpoint has no tensors of a drafter that was not trained: they come from the model.
+        # A checkpoint has no tensors of a drafter that was not trained. Its MTP layers come from the model; if `table`
+        # has none, this adds nothing.
         frozen = to_megatron(table, read_hf(model)[1])
         for name in filter(table.is_drafter, frozen):
             tensors.makers[name] = frozen.makers[name]
@@ -189,7 +195,7 @@ def _plan_of_run(source: Path, target: Path, hf: Path | None) -> Conversion:
 def _check_complete(
     source: Path, tensors: Mapping[str, Tensor], table: NameTable, *, drafter: bool = True
 ) -> None:
-    """Raise CheckpointError if `tensors` lacks names of `table`. `drafter`: those of the drafter count, too."""
+    """Raise CheckpointError if `tensors` lacks names of `table`. `drafter`: names of the drafter must be there, too."""
     missing = sorted(table.rows.keys() - set(tensors))
     if not drafter:
         missing = [name for name in missing if not table.is_drafter(name)]
@@ -212,7 +218,7 @@ def _kinds(source: Path, to: Kind | None, *, add_mtp: bool) -> tuple[Kind | Lite
             f"{source}: {wrong}; expected a Hugging Face or a Megatron checkpoint"
         )
     if run_checkpoint.is_run_checkpoint(source):
-        return "run", to or "hf"
+        return "run", to or "hf"  # `plan` refuses another target than "hf"
     if steps := sorted(source.glob("step-*/layout.json")):
         raise CheckpointError(
             f"{source} holds a run's checkpoints; expected one of them, such as {steps[-1].parent}"
@@ -241,8 +247,10 @@ def _plan_of_eagle3(
 ) -> SavedEagle3:
     """Plan the directory of an EAGLE-3 drafter. Raises CheckpointError or FileError.
 
-    config   the policy's
-    drafter  the directory that the run's drafter started from: the checkpoint does not hold its draft vocabulary
+    target   the directory of the policy; the drafter's has the same name with `_drafter` behind it
+    config   config.json of the policy
+    drafter  the directory that the run's drafter started from: it has the draft vocabulary, the checkpoint has not.
+             None, or a directory that is not there, is refused
     """
     if drafter is None or not drafter.is_dir():
         raise CheckpointError(
@@ -250,7 +258,8 @@ def _plan_of_eagle3(
         )
     drafter_config, drafter_tensors = read_hf(drafter)
     ids = words(drafter_tensors, drafter_config)
-    # The checksum is that of `eagle3_identity` in `train/model.py`: over the ids as int64.
+    # `eagle3_identity` in `train/model.py` wrote the checksum into the checkpoint's layout: over the ids as int64. The
+    # directory may have changed since the run.
     if f"{zlib.crc32(ids.numpy().tobytes()):08x}" not in layout.words:
         raise CheckpointError(
             f"{source}: its drafter drafts from other words than the run's drafter.path={drafter} has now"
@@ -266,7 +275,7 @@ def _plan_of_eagle3(
 def convert(
     work: Conversion, advance: Callable[[str], None] = lambda label: None, *, link: bool = False
 ) -> None:
-    """Convert. Calls `advance(label)` after every group of `Conversion.groups`.
+    """Write the target of a planned conversion. Calls `advance(label)` after every group of `Conversion.groups`.
 
     link  only for a conversion from Hugging Face to Hugging Face, with `add_mtp` (`run/fresh.py`): the target has
           symbolic links to the source's files, and only tensors that are not in them are written. The source must
@@ -290,24 +299,29 @@ def convert(
                 checkpoint.publish(drafter, work.eagle3.target)
             checkpoint.publish(built, work.target)
         finally:
+            # Before the lock is freed: a process that opened this file meanwhile makes a new one (`files.locked`).
             lock.unlink()
 
 
 def _build_hf(
     work: Conversion, advance: Callable[[str], None], linked: Mapping[str, Header]
 ) -> Path:
-    """Write a Hugging Face directory for `publish`. `linked`: tensors, by name, that stay in the source's files."""
+    """Write a Hugging Face directory for `publish`, and return it.
+
+    linked  tensors, by Hugging Face name, that stay in the source's files, to which the directory gets links; {}: none
+    """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for label, names in work.groups.items():
             for name in names:
                 row = work.family.rows[name]
                 if linked.keys() >= set(row.hf):
-                    continue
+                    continue  # before the tensor is read
                 for hf, tensor in work.family.to_hf(name, work.tensors[name]):
                     if hf in linked:
                         continue
-                    # A copy, because safetensors refuses shared storage: a fresh drafter shares it with a layer.
+                    # A copy, because safetensors refuses tensors that share storage: those of a fresh drafter's layer
+                    # can be the same as the policy's.
                     yield hf, tensor.clone(memory_format=torch.contiguous_format)
                     for copy in row.copies:
                         yield copy, tensor.clone()
@@ -321,15 +335,18 @@ def _build_hf(
 def _linkable(source: Path) -> dict[str, Header]:
     """Return the tensors of a Hugging Face directory for which the target needs no more than a link to the file.
 
-    A file with a tied head in place of the embedding, or with all experts in one tensor, has them under other names
-    than the target must have. These are not among the result.
+    Tensors whose name in the file is not the name that the target must have are left out: a tied embedding that is
+    stored under the head's name, and experts that are stored in one tensor.
     """
     headers = read_hf(source)[1].headers
     return {name: header for name, header in headers.items() if header.name == name}
 
 
 def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
-    """Write a Megatron checkpoint for `publish`, with config.json and tokenizer beside it for the way back."""
+    """Write a Megatron checkpoint for `publish`, and return it.
+
+    config.json and tokenizer are copied into it: a later conversion back to Hugging Face reads them from there.
+    """
     with checkpoint.building(work.target) as folder:
         release = folder / "release"
         writer = TorchDistWriter(release, work.family)
@@ -345,7 +362,7 @@ def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
 
 
 def _build_eagle3(drafter: SavedEagle3) -> Path:
-    """Write the directory of an EAGLE-3 drafter for `publish`."""
+    """Write the directory of an EAGLE-3 drafter for `publish`, and return it. All its tensors are in memory at once."""
     table = drafter.family
     tensors: list[tuple[str, Tensor]] = []
     for name in filter(table.is_drafter, drafter.tensors):
@@ -354,7 +371,7 @@ def _build_eagle3(drafter: SavedEagle3) -> Path:
 
 
 def _has_drafter(kind: str, source: Path, family: NameTable) -> bool:
-    """Return whether a checkpoint of this kind holds a tensor of the drafter that `family` names."""
+    """Return whether a checkpoint holds a tensor of the drafter that `family` names. `kind`: "hf" or "megatron"."""
     if kind == "hf":
         tensors = read_hf(source)[1]
         return any(name in tensors for name in family.drafter_names)
@@ -371,7 +388,8 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
     source  full tensors of the target by canonical name
 
     Tensors of the drafter's decoder layer are the target's own, not copies: a writer must copy them. The target needs a
-    layer with the same tensors as the drafter's: not one whose layers are all dense, if the drafter has experts.
+    layer with the same tensors as the drafter's layer, else StopIteration is raised: a drafter with experts needs a
+    target in which a layer has experts.
 
     The first layer was trained on embeddings, so the drafter starts as a one-layer language model of the next token.
     The half of the input projection that reads hidden states starts at zero and is learned. No random numbers are
@@ -383,8 +401,8 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
     a standard deviation of 1. Unscaled, it fits the last layer's output, and the drafter would be certain of its
     mistakes.
     """
-    # The first layer with the same tensors as the drafter's. In a model whose first layers are dense, and whose drafter
-    # has experts, it is the first one with experts.
+    # The number of the first layer with the same tensors as the drafter's. In a model whose first layers are dense, and
+    # whose drafter has experts, it is the first layer with experts.
     drafter_parts = _parts(table, "mtp.layers.0.transformer_layer.")
     layers = range(table.geometry.layers)
     layer = next(n for n in layers if _parts(table, f"decoder.layers.{n}.") == drafter_parts)
@@ -402,7 +420,8 @@ def with_fresh_drafter(table: NameTable, source: Mapping[str, Tensor]) -> Lazy:
         norm = source[_FINAL_NORM]
         if inner == "final_layernorm.weight":
             head = source[_HEAD if _HEAD in source else _EMBEDDING]
-            # Standard deviation over the vocabulary of the logits of a normed vector with independent channels.
+            # Standard deviation, over the vocabulary, of the logits of a normed vector with independent channels. The
+            # norm is scaled down only: `min`. 1e-12 avoids a division by zero for a head of zeros.
             gain = norm.double()
             deviation = float((_mean_squares(head) * gain.square()).sum().sqrt())
             scale = min(1.0, 1.0 / max(deviation, 1e-12))
@@ -432,15 +451,16 @@ def _mean_squares(rows: Tensor) -> Tensor:
 
 
 def _parts(family: NameTable, prefix: str) -> set[str]:
-    """Return the names with this prefix, without it."""
+    """Return what follows `prefix` in the canonical names that begin with it."""
     return {name.removeprefix(prefix) for name in family.rows if name.startswith(prefix)}
 
 
 def config_with_drafter(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the same model with one MTP layer. Qwen2 becomes MiMo, for which SGLang has a drafter.
+    """Return the config.json of the same model with one MTP layer, a new dictionary.
 
-    Llama becomes MiMo, too, with biases of 0. `model_type` stays: Transformers chooses the tokenizer's class by it, and
-    another class splits texts in another way. Raises ValueError if no engine runs a drafter for this family.
+    The architecture becomes `Family.added_drafter`: Qwen2 becomes MiMo, for which SGLang has a drafter, and so does
+    Llama, with biases of 0. `model_type` stays: Transformers chooses the tokenizer's class by it, and another class
+    splits texts in another way. Raises ValueError if no engine runs a drafter for this family.
     """
     record = record_of(config)
     name = record.added_drafter

@@ -1,8 +1,8 @@
 """Read a model with its EAGLE-3 drafter, make a fresh drafter, and write one.
 
-In memory the two are one model. `hf_config[DRAFTER]` is the drafter's config.json, and the names of the drafter's
-tensors are those in its own directory with `PREFIX` before them. On disk they are two directories. `eagle3.py` checks
-the drafter's.
+On disk, target and drafter are two directories. In memory they are one model: `hf_config[DRAFTER]` is the drafter's
+config.json, and the names of the drafter's tensors are those in its own directory with `PREFIX` before them.
+`read_model` does not compare the two: callers also call `check_drafter` in `eagle3.py`.
 
 The `words` of a drafter are the token ids that it drafts from, its draft vocabulary.
 """
@@ -40,7 +40,8 @@ def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, An
 
     drafter  directory of the EAGLE-3 drafter; "": the model alone, with its MTP layers if it has some
 
-    With a drafter, the target's own MTP layers are left out. Raises CheckpointError.
+    With a drafter, the target's own MTP layers are left out, and num_nextn_predict_layers is 0. Drafter and target are
+    not compared. Raises CheckpointError.
     """
     config, tensors = read_hf(path)
     if not drafter:
@@ -55,7 +56,7 @@ def read_model(path: str | Path, drafter: str | Path = "") -> tuple[dict[str, An
 
 
 def read_drafter(path: str | Path) -> dict[str, Tensor]:
-    """Read all tensors of an EAGLE-3 drafter into memory, named as in `read_model`. Raises CheckpointError."""
+    """Read all tensors of an EAGLE-3 drafter, `MAPS` too, named as in `read_model`. Raises CheckpointError."""
     _, tensors = read_hf(path)
     return {PREFIX + own_name(name): tensors[name] for name in tensors}
 
@@ -95,7 +96,8 @@ def words(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
 
     tensors, config  of the drafter's own directory, or of `read_model`
 
-    `d2t` holds each token id minus its index. Without it the drafter drafts from all tokens.
+    `d2t` holds each token id minus its index. Without `d2t` the drafter drafts from all tokens, and draft_vocab_size is
+    vocab_size (`eagle3.check_drafter`).
     """
     ids = torch.arange(config.get(DRAFTER, config)["draft_vocab_size"])
     offsets = tensors.get("d2t", tensors.get(PREFIX + "d2t"))
@@ -126,8 +128,9 @@ def build_drafter(
 def make_drafter(source: str | Path, target: str | Path, size: int = 0) -> dict[str, Any]:
     """Write a fresh EAGLE-3 drafter for the model in `source` to the directory `target`. Returns its config.json.
 
-    size  of the draft vocabulary; 0: all tokens, but at most `MOST_WORDS`. It has the lowest ids, which BPE merged
-          first and which are therefore frequent, and the ends of a text
+    source  the model's directory; its tokenizer's files are copied
+    size    of the draft vocabulary; 0: all tokens, but at most `MOST_WORDS`. The vocabulary has the lowest ids, which
+            BPE merged first and which are therefore frequent, and the ids that end a text
 
     The head has the target's rows of these tokens, and the final norm is the target's. All other matrices are random.
     Raises ValueError for a size above the target's, and CheckpointError or FileError for a source or a target that
@@ -152,16 +155,21 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0) -> dict[
     head = tensors[
         "model.embed_tokens.weight" if hf_config.get("tie_word_embeddings") else "lm_head.weight"
     ]
+    # The rows of the head in the order of `ids`: row i of the drafter's head is of token ids[i].
     made = _fresh(config, len(taps), head.index_select(0, ids), tensors["model.norm.weight"])
     publish(build_drafter(target, config, made, ids, tokenizer_from=source), Path(target))
+    # what was written, as every reader checks it
     check_drafter(target, hf_config, str(source))
     return config
 
 
 def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, Any]:
-    """Return the config.json of a fresh EAGLE-3 drafter of one layer. `size`: as for `make_drafter`.
+    """Return the config.json of a fresh EAGLE-3 drafter of one layer.
 
     hf_config  of the target
+    size       of the draft vocabulary; 0: as for `make_drafter`
+
+    `run/fresh.py` calls this for a dry run, without the target's tensors.
     """
     size = size or min(hf_config["vocab_size"], MOST_WORDS)
     layers = hf_config["num_hidden_layers"]
@@ -178,7 +186,7 @@ def config_of_drafter(hf_config: Mapping[str, Any], size: int = 0) -> dict[str, 
     inputs = (
         (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(max(0, layers - 3), layers))
     )
-    # config.json names the layer before, by its output; -1: the embedding
+    # config.json names each input by the layer whose output it is: the one before; -1: the embedding
     outputs = [i - 1 for i in inputs]
     config["eagle_config"] = {
         "use_aux_hidden_state": True,

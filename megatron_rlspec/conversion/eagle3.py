@@ -1,6 +1,6 @@
 """Check the directory of an EAGLE-3 drafter against its target. This module does not import torch.
 
-A drafter is a Hugging Face directory of its own, as SGLang and SpecForge read and write it: `LlamaForCausalLMEagle3`,
+A drafter is a Hugging Face directory of its own, as SpecForge writes and SGLang reads it: `LlamaForCausalLMEagle3`,
 with `fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight` over the S tokens of its draft vocabulary, and the maps
 `d2t`, `t2d` (`models.config.MAPS`). It may have further layers, `layers.N.*`, and norms before `fc`:
 `input_norm.weight` and `fc_norm.N.weight`. The embedding is the target's: SGLang replaces the drafter's own, if there
@@ -44,7 +44,8 @@ def check_drafter(
     target_path  for messages
     weights      also compare the names, shapes and types of its tensors, and the draft vocabulary
 
-    With layers that the target does not have, SGLang would run, and accept no draft. So the layers are checked, too.
+    The layers that the drafter reads are checked, too: with layers that the target does not have, SGLang would run, and
+    accept no draft.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -73,6 +74,8 @@ def check_drafter(
 
 def environment_of(drafter: Eagle3, target: Mapping[str, Any]) -> dict[str, str]:
     """Return the environment variables that SGLang needs for this drafter, by name; {} if it needs none.
+
+    target  config.json of the target
 
     Drafters are published with the context length that they were trained on. Beside a target with a longer context
     SGLang refuses to start without this variable; with it, positions go on beyond the drafter's context.
@@ -133,7 +136,12 @@ def _check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     layers: int,
 ) -> None:
-    """Compare the tensors in the files with `expected` (`shapes`). `layers`: of the drafter. Raises CheckpointError."""
+    """Compare the tensors in the files with what must be there. Raises CheckpointError.
+
+    headers   by the names of this package (`own_name`)
+    expected  as `shapes` returns it
+    layers    number of layers of the drafter
+    """
     for name, shape in expected.items():
         if name not in headers:
             raise CheckpointError(f"{directory}: lacks {name}, which an EAGLE-3 drafter needs")

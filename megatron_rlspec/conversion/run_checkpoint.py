@@ -1,9 +1,11 @@
 """Read a checkpoint of a run, RUN/checkpoints/step-N, as full tensors under canonical Megatron names.
 
-`train/checkpoint.py` writes it: a file for each shard of policy and drafter. File names, the prefixes of tensor names
-and the keys of layout.json below must be those that it writes (`_shard_file`, `_named_tensors`), and the layout that of
-`train/step.py` (`_layout`). In a file, layers and experts have the numbers that they have on their rank; `_renumbered`
-makes them those of the whole model.
+`convert.py` calls `model_of`, `layout_of` and `spec_of`, then `tensors_of` with the names of the model.
+
+The other side is `train/checkpoint.py`, which writes a file for each shard of policy and drafter. File names and the
+prefixes of tensor names below must be those of its `_shard_file` and `_named_tensors`, and the keys of layout.json must
+be those of `Trainer.save` and `_layout` in `train/step.py`. In a file, layers and experts have the numbers that they
+have on their rank; `_renumbered` turns these into the numbers of the whole model.
 
 The sizes of the model are not in the checkpoint. They are those of the model that the run started from, which the run's
 own config.json names.
@@ -27,8 +29,8 @@ from megatron_rlspec.models.names import EXPERT, LAYER, NameTable, canonical, la
 from megatron_rlspec.models.tensor_file import TensorFile
 
 LAYOUT = "layout.json"  # of every checkpoint of a run
-# Groups: the shard (the same for all replicas), then its tensor-parallel rank, expert-parallel rank and pipeline stage.
-# Files of random states (`generators-...`) do not match.
+# Groups: 1 is the shard, which is the same for all replicas; 2 to 4 are its tensor-parallel rank, expert-parallel rank
+# and pipeline stage. Files of random states (`generators-...`) do not match.
 _FILE = re.compile(
     r"((?:policy|drafter)(?:-experts)?-tensor(\d+)(?:-expert(\d+))?-pipeline(\d+))(?:-replica\d+)?\.safetensors"
 )
@@ -42,8 +44,8 @@ class Layout(NamedTuple):
     drafter  the trained drafter: "mtp", "eagle3" or "" (none)
     tensor   the tensor-parallel size of the run
     chosen   keys to add to the drafter's config.json: the sharpness that training chose, under `SHARPNESS_KEY`
-    words    a text that ends in the CRC-32, in hex, of the token ids that an EAGLE-3 drafter drafts from
-             (`eagle3_identity` in `train/model.py`); "" without such a drafter
+    words    not the ids, but a text that ends in the CRC-32, in hex, of the token ids that an EAGLE-3 drafter drafts
+             from (`eagle3_identity` in `train/model.py`); "" without such a drafter
     """
 
     drafter: str
@@ -53,7 +55,13 @@ class Layout(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A file of a checkpoint: its place in the layout, and canonical name -> name in the file.
+    """A file of a checkpoint.
+
+    pipeline  pipeline stage of the rank that wrote it
+    expert    expert-parallel rank, 0 for a file without experts
+    tensor    tensor-parallel rank
+    file      the open file
+    names     canonical name -> name in the file, for the model's tensors: not for those of the optimizer
 
     The first three fields, in this order, are the sort key of `_shards`.
     """
@@ -66,7 +74,7 @@ class Shard(NamedTuple):
 
 
 def is_run_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a checkpoint of a run."""
+    """Return whether `path` is a checkpoint of a run: whether it has a layout.json. Nothing is read."""
     return (path / LAYOUT).is_file()
 
 
@@ -74,8 +82,8 @@ def model_of(path: Path, moved: Path | None) -> tuple[Path, Path | None]:
     """Return the directories of the model, and of the EAGLE-3 drafter, that the run started from; None: no drafter.
 
     path   RUN/checkpoints/step-N; RUN/config.json has the options of the run
-    moved  where the model is now, if not where the run's config.json says. Then that file may be missing, too, and the
-           drafter's directory is unknown (None)
+    moved  where the model is now, if not where RUN/config.json says. With `moved`, RUN/config.json may be missing: then
+           the drafter's directory is unknown (None)
 
     Raises CheckpointError if the run's config.json is not beside the checkpoint, or its model is not there.
     """
@@ -123,9 +131,10 @@ def tensors_of(path: Path, table: NameTable, size: int) -> Lazy:
     """Return the full tensors of `table` that the checkpoint holds, read and joined on access.
 
     table  its layer specs must be those of the run (`spec_of`), because they decide how ranks cut tensors
-    size   the tensor-parallel size of the run
+    size   the tensor-parallel size of the run (`Layout.tensor`)
 
-    Tensors of `table` that no file holds are left out. Raises CheckpointError if files are missing or damaged.
+    Tensors of `table` that no file holds are left out, without an error: `convert.py` compares the names. The files
+    stay open as long as the result exists. Raises CheckpointError if files are missing or damaged.
     """
     # canonical name -> its shards (file, name in the file), in the order of tensor-parallel ranks, as `unshard` needs
     parts: dict[str, list[tuple[TensorFile, str]]] = {}
@@ -158,7 +167,7 @@ def _shards(path: Path) -> list[Shard]:
     shards: dict[str, Shard] = {}
     for path_of_file in sorted(path.glob("*.safetensors")):
         match = _FILE.fullmatch(path_of_file.name)
-        # One replica is enough: with a distributed optimizer each has a file, and every file has all parameters.
+        # One replica is enough: with a distributed optimizer each replica has a file, and each file has all parameters.
         if match is None or match[1] in shards:
             continue
         file = TensorFile(path_of_file)
@@ -175,8 +184,8 @@ def _shards(path: Path) -> list[Shard]:
 def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
     """Yield the shards with layers and experts numbered over the whole model.
 
-    A pipeline stage's layers follow those of the stages before it, so all shards are needed to number one. With virtual
-    pipeline stages that would be wrong; runs have none.
+    A pipeline stage's layers follow those of the stages before it, so `shards` must be those of all stages. With
+    virtual pipeline stages that order would be wrong; runs have none.
     """
     layers: dict[int, set[str]] = {}  # pipeline stage -> numbers of its layers, from all its files
     for shard in shards:
@@ -193,5 +202,5 @@ def _renumbered(shards: list[Shard]) -> Iterator[Shard]:
 
 
 def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> Iterator[str]:
-    """Yield the number that `LAYER` or `EXPERT` finds in each name, as text; none for names without one."""
+    """Yield the number that `pattern` (`LAYER`, `EXPERT`) finds in a name, as text; names without one are skipped."""
     return (found[1] for name in names if (found := pattern.search(name)))

@@ -10,8 +10,9 @@ Megatron's stored names:
     a layer's experts are one tensor [E, ...]        ....mlp.experts.experts.linear_fc1.weight
     norms may be named as fused                      ....self_attention.linear_qkv.layer_norm_weight
 
-The reader unpickles the index only, with an unpickler that refuses all classes but those of an index, and checks the
-result. It compares the CRCs in the zip archive of every stored part.
+The reader unpickles the index only, with an unpickler that refuses all classes but those of an index
+(`torch_dist_index.py`), and checks that it has both tables. Places and sizes in it are checked when a tensor is read.
+Then the CRCs in the zip archive of every stored part are compared, too.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ _NORM = re.compile(r"norm\.weight$")
 class Place:
     """The place of a tensor of the model in a checkpoint: in the global tensor `key`, at `indices` of its leading axes.
 
-    The leading axes are layers [L], experts [E], both [L, E], or none.
+    The leading axes are layers [L], experts [E], both [L, E], or none: then the global tensor is the tensor itself.
 
+    key      the name under which the checkpoint stores the global tensor
     indices  numbers of layer and expert, one for each leading axis
     sizes    sizes of the leading axes
     """
@@ -74,6 +76,7 @@ class Place:
 def place(family: NameTable, name: str, stacked: bool, spec: str) -> Place:
     """Return the place of a canonical name.
 
+    name     canonical, of `family`
     stacked  all layers form one global tensor, as `uniform` says
     spec     layer specs of Megatron, "te" or "local"
     """
@@ -102,7 +105,7 @@ def _stored_name(family: NameTable, name: str, spec: str) -> str:
     """
     if spec == "te":
         return family.te_name(name)
-    if any("linear_kv_up_proj" in row for row in family.rows):
+    if any("linear_kv_up_proj" in row for row in family.rows):  # a model with latent attention
         return name
     for norm, layer in FUSED[:2]:  # input_layernorm and pre_mlp_layernorm
         name = name.replace(f".{norm}", f".{layer}layer_norm_")
@@ -131,7 +134,8 @@ class TorchDistReader(ByName):
     path    of the checkpoint, or of one step in it
     family  names of the model. Those that the checkpoint lacks are not in `names`
 
-    Raises CheckpointError for a missing or damaged index, and on access for a missing or damaged part.
+    Raises CheckpointError for a missing or damaged index, and on access for a missing or damaged part. Access by a name
+    that is not in `names` raises KeyError.
     """
 
     def __init__(self, path: str | Path, family: NameTable) -> None:
@@ -160,8 +164,9 @@ class TorchDistReader(ByName):
         shape = stored.size[lead:]
         chunks = [chunk for chunk in stored.chunks if _holds(chunk, where.indices)]
         present = sum(math.prod(chunk.sizes[lead:]) for chunk in chunks)
-        # Compared before memory is allocated for the size in the index, which may be wrong. This also finds missing
-        # parts, whose elements `torch.empty` would leave undefined.
+        # Compared before memory is allocated for the size in the index, which may be wrong. This finds missing parts,
+        # whose elements `torch.empty` would leave undefined.
+        # It does not find parts that overlap: beside them, elements can stay undefined.
         if present != math.prod(shape):
             raise CheckpointError(
                 f"{self.directory}: {where.key} is not whole ({present} of {math.prod(shape)} elements)"
@@ -169,7 +174,8 @@ class TorchDistReader(ByName):
         full = torch.empty(shape, dtype=stored.properties.dtype)
         for chunk in chunks:
             part = self._read(where.key, chunk, stored.properties.dtype)
-            # not strict: `chunk.offsets` has all axes, and only the leading ones count here
+            # The numbers of layer and expert within this part, which may hold several of them. Not strict:
+            # `chunk.offsets` has all axes, and only the leading ones count.
             inside = tuple(
                 index - start for index, start in zip(where.indices, chunk.offsets, strict=False)
             )
@@ -179,7 +185,10 @@ class TorchDistReader(ByName):
         return full
 
     def _find(self, family: NameTable, name: str) -> Place | None:
-        """Return the first place of the name that the checkpoint has: which of the four it uses is not stated there."""
+        """Return the place of a canonical name; None if the checkpoint lacks it.
+
+        A checkpoint does not state whether layers are stacked, nor the layer specs. So all four places are tried.
+        """
         candidates = (
             place(family, name, stacked, spec)
             for stacked in (True, False)
@@ -189,7 +198,7 @@ class TorchDistReader(ByName):
 
     def _read(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
         """Read one stored part. Raises CheckpointError if it is missing or damaged, or has another shape or dtype."""
-        # Without offsets: a tensor of one part, of which the index need not say where it begins.
+        # The second key has no offsets: the index may leave them out for a tensor of one part.
         info = self._storage.get(MetadataIndex(key, chunk.offsets)) or self._storage.get(
             MetadataIndex(key)
         )
@@ -227,7 +236,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def checkpoint_directory(path: Path) -> Path:
-    """Return the directory with the index: `path`, or the one that its tracker file names. Raises CheckpointError."""
+    """Return the directory with the index: `path`, or the one that its tracker file names. Raises CheckpointError.
+
+    path  of a checkpoint, whose tracker names "release" or the newest step, or of one step. The index is not opened
+    """
     tracker = path / TRACKER
     if tracker.exists():
         try:
@@ -278,7 +290,7 @@ def _holds(chunk: ChunkStorageMetadata, indices: tuple[int, ...]) -> bool:
 class TorchDistWriter:
     """Writes groups of tensors, each group to a file of its own. The checkpoint is unreadable until `finish` is called.
 
-    directory  of the step, which must not exist
+    directory  of the step. It must not exist (FileExistsError); parents are made
     family     names of the model; its `spec` is that of the Megatron that will read the checkpoint
     """
 
@@ -294,7 +306,7 @@ class TorchDistWriter:
         directory.mkdir(parents=True)
 
     def write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write one group: canonical names and full tensors, each name once in a checkpoint, consumed one by one.
+        """Write one group: canonical names and full tensors, read one by one. A checkpoint may get each name once only.
 
         Raises OSError, and CheckpointError if two layers whose tensors form one global tensor differ in shape.
         """
@@ -305,24 +317,26 @@ class TorchDistWriter:
             for name, tensor in tensors:
                 where = place(self.family, name, self.stacked, spec)
                 self._write(stream, file.name, where, tensor)
-                for key in _extra_states(where.key, spec):
+                for state in _extra_states(where.key, spec):
                     # the form of Megatron's `ShardedObject.unique_key`
                     offsets = ".".join(map(str, where.indices or [0]))
                     sizes = ".".join(map(str, where.sizes or [1]))
-                    key = f"{key}/shard_{offsets}_{sizes}"
-                    self._parts[key] = BytesStorageMetadata()
-                    self._storage[MetadataIndex(key)] = _append(stream, file.name, [None])
+                    unique_key = f"{state}/shard_{offsets}_{sizes}"
+                    self._parts[unique_key] = BytesStorageMetadata()
+                    # Megatron stores a list with the state of one module; this one is empty.
+                    self._storage[MetadataIndex(unique_key)] = _append(stream, file.name, [None])
 
     def _write(self, stream: Any, file: str, where: Place, tensor: Tensor) -> None:
         """Write one tensor as a part of its global tensor, and note the part in the index."""
-        # The stored tensor has the leading axes of the global tensor. `torch.save` stores the whole storage, so a view
-        # is copied first.
+        # The stored tensor has the leading axes of the global tensor, each of size 1. `torch.save` stores the whole
+        # storage, so a view is copied first.
         whole = tensor.contiguous().view(*(1 for _ in where.indices), *tensor.shape)
         if whole.untyped_storage().nbytes() != whole.nbytes:
             whole = whole.clone()
         size = torch.Size(where.sizes + tuple(tensor.shape))
         offset = torch.Size(where.indices + (0,) * tensor.dim())
         properties = TensorProperties(dtype=tensor.dtype)
+        # The first part of a global tensor makes its entry; parts of other layers and experts are added to it.
         stored = self._parts.setdefault(where.key, TensorStorageMetadata(properties, size, []))
         if stored.size != size:
             raise CheckpointError(
@@ -332,7 +346,10 @@ class TorchDistWriter:
         self._storage[MetadataIndex(where.key, offset)] = _append(stream, file, whole)
 
     def finish(self) -> None:
-        """Write the index over all groups, and the small files that Megatron expects beside it. Call it last."""
+        """Write the index over all groups, and the small files that Megatron expects beside it. Call it last.
+
+        It writes no tracker file: `convert.py` does (`TRACKER`), once the directory is complete.
+        """
         index = pickle.dumps(Metadata(self._parts, planner_data=None, storage_data=self._storage))
         files.write(self.directory / _INDEX, index)
         torch.save({"iteration": 0, "checkpoint_version": 3.0}, self.directory / _COMMON)
@@ -354,7 +371,10 @@ def _extra_states(key: str, spec: str) -> Iterator[str]:
 
 
 def _append(stream: Any, file: str, content: Any) -> _StorageInfo:
-    """Write one part to the end of `stream`, the file named `file`. Returns file name, first byte and length."""
+    """Write one part to the end of `stream`, the file named `file`. Returns file name, first byte and length.
+
+    content  a tensor, or the list of an extra state
+    """
     first = stream.tell()
     torch.save(content, stream)
     return _StorageInfo(file, first, stream.tell() - first)

@@ -1,7 +1,8 @@
 """The index of a `torch_dist` checkpoint, read without running code of the file.
 
 The index, `.metadata`, is a pickle of PyTorch's `Metadata`. A pickle can name any function to call, and checkpoints
-come from elsewhere. So only the classes below are found. `torch_dist.py` checks the places in the index, and the parts.
+come from elsewhere. So unpickling finds the names below only, and any other name is an error. What the index says is
+not checked here: `torch_dist.py` checks files, places and sizes when it reads a tensor.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from megatron_rlspec.texts import first_line
 class _IndexUnpickler(pickle.Unpickler):
     """An unpickler that finds the classes of an index only, and raises CheckpointError for any other name.
 
-    _MODULES  modules whose dataclasses may be loaded. `_DATACLASS` keeps their functions out: a class begins with a
-              capital letter. It must match no dot: pickle would follow a dotted name to any attribute
-    _OTHERS   further single names
+    _MODULES    modules whose dataclasses may be loaded
+    _OTHERS     further single names, (module, name)
+    _DATACLASS  how a class's name looks: it begins with a capital letter, which keeps functions of `_MODULES` out.
+                The pattern must match no dot: pickle would follow a dotted name to any attribute
+
+    torch's number types are found, too.
     """
 
     _MODULES = {
@@ -55,9 +59,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def load_index(file: Path) -> Metadata:
-    """Read the index. Raises CheckpointError.
+    """Read the index `file`, the `.metadata` of a step's directory. Raises CheckpointError.
 
-    For a checkpoint of Megatron 0.15 the result is no `Metadata`, but an object with the same attributes.
+    The result has two tables, `state_dict_metadata` and `storage_data`; what is in them is not checked. For Megatron
+    0.15 it is no `Metadata`, but an object with the same attributes.
     """
     try:
         index = _IndexUnpickler(io.BytesIO(files.read_bytes(file))).load()

@@ -10,7 +10,9 @@
         cotrainer.end_step()
         cotrainer.push(version)
 
-docs/own-trainer.md walks through `examples/own_trainer/train.py`, a whole trainer.
+Every rank calls these methods, in this order; rank 0 alone talks to the engines. docs/own-trainer.md walks through
+`examples/own_trainer/train.py`, a whole trainer. `DrafterBeside` (`drafter.py`) trains the drafter, `DraftRule`
+(`speculation.py`) tells the engines how to draft, and `Health` (`push/health.py`) pushes.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ from megatron_rlspec.train.drafter_step import objective_of
 from megatron_rlspec.types import Prompt, Sample, Sampling, Scope, Verifier
 
 logger = logging.getLogger(__name__)
-RULE = "rule.json"  # within a checkpoint: the state of `Learning`, what it learnt from rollouts
-# Options of [drafter] that act in `rlspec train` only.
+# the file of a checkpoint with the state of `Learning`: what it learnt from rollouts
+RULE = "rule.json"
+# Options of [drafter] that act in `rlspec train` only: `_check_settings` refuses other values than their defaults.
 _ONLY_IN_RLSPEC_TRAIN = (
     *("vocabulary", "share", "replay", "overlap", "fresh"),
     *("reward_weight", "update_every"),
@@ -62,12 +65,12 @@ _ONLY_IN_RLSPEC_TRAIN = (
 class CoTrainer:
     """A drafter, its pushes and its rule, for a policy that your own trainer trains. Every rank holds one.
 
-    It changes no bit of the policy: the drafter reads detached hidden states, and has gradient buffers and an optimizer
-    of its own. Tensor, expert, context and pipeline parallelism are those of the policy.
+    The policy does not change by a bit: the drafter reads detached hidden states, and has gradient buffers and an
+    optimizer of its own. Tensor, expert, context and pipeline parallelism are those of the policy.
 
     drafting  the drafter's training on this rank; its `block` is the drafter, on the last pipeline stage
-    engines   the engines that may generate, by URL, on rank 0; {} on the others. `push` removes those that fail
-    rule      what the engines are told about drafts; exists on rank 0 only
+    engines   the engines that may generate, by URL, on rank 0; {} on the others. `push` removes engines that it drops
+    rule      tells the engines how to draft, and learns from their rounds; exists on rank 0 only
     """
 
     def __init__(
@@ -118,7 +121,8 @@ class CoTrainer:
             temperature=sampling.temperature,
             clip_grad=clip_grad,
         )
-        # At once: the drafter's weights come from files. Those of slime's MTP layer are loaded with the policy.
+        # At once, because the drafter's weights come from files. Slime calls it later: its MTP layer is loaded with the
+        # policy.
         self.drafting.make_ready()
         self.engines: dict[str, RolloutEngine] = {}
         if dist.get_rank() == 0:
@@ -136,7 +140,7 @@ class CoTrainer:
             self._health = Health(
                 Pusher(self.engines),
                 frozenset(self._table.drafter_names).__contains__,
-                # logged, not raised: an engine that fails here must not end the push
+                # An engine that fails is logged, and nothing is raised: it must not end the push.
                 lambda name, engine: ask_logged({name: engine}, self.rule.set),
                 canary[:CANARY_PROMPTS],
                 sampling,
@@ -175,7 +179,7 @@ class CoTrainer:
         `drafter_grad_norm`; `drafter_skipped`, 1 if that norm was not finite, so nothing was updated.
 
         Raises RuntimeError if fewer forward passes came than micro-batches. With pipeline parallelism only ranks of the
-        last stage raise it: the others would wait in the broadcast below, so end the job.
+        last stage raise it, and the others wait in a broadcast: end the job then.
         """
         missing = len(self.drafting.fields)
         if missing:
@@ -199,8 +203,11 @@ class CoTrainer:
     def push(self, version: int) -> dict[str, float]:
         """Send policy and drafter to every engine as one `version`, and check what each engine holds. Collective.
 
-        Afterwards every engine of `engines` has exactly these weights; others are left out. An engine whose drafter
-        stays wrong decodes without drafts until a later push. Every engine gets the newest rule.
+        Afterwards every engine in `engines` has this policy; an engine that may have another one is removed from
+        `engines`. An engine whose drafter stays wrong decodes without drafts until a later push. The other engines get
+        the newest rule.
+
+        version  the stamp of the tokens that are sampled under these weights
 
         Returns `push/*`, `health/*` and `predict/*` on rank 0, {} on the others. On rank 0 it raises HealthError if no
         engine is left, and PushError as `Pusher.push`. Then the other ranks raise PushError.
@@ -213,7 +220,7 @@ class CoTrainer:
         return metrics
 
     def after_rollout(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Learn from the rounds of the rollout that gave `samples`. Rank 0 does it.
+        """Learn from the rounds of the rollout that gave `samples`, on rank 0. Other ranks may call it, too.
 
         Call it once a rollout, before the next `push`: engines forget the rounds, and `push` replaces the prediction
         that this rollout is compared with.
@@ -228,12 +235,12 @@ class CoTrainer:
         return {"rollout/accept_length": delivered, **metrics}
 
     def _push(self, version: int, source: Source) -> dict[str, float]:
-        """Push from rank 0, and leave out the engines that health drops."""
-        # Before the push, because the canary's floor may follow from the newest prediction.
+        """Push from rank 0, and remove the engines with the action "drop". Returns metrics."""
+        # `expect` before the push, because the canary's floor may follow from the newest prediction.
         metrics = self.rule.learning.expect(self._predicted)
         report = self.rule.push(self._health, version, source)
         for url in report.verdict.engines("drop"):
-            del self.engines[url]
+            del self.engines[url]  # also for the next push: the `Pusher` has the same dictionary
         return metrics | report.metrics()
 
     def _export(self, scope: Scope) -> Iterator[tuple[str, Tensor]]:
@@ -244,7 +251,7 @@ class CoTrainer:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write the drafter, its moments and the rule to `directory`. Collective.
+        """Write the drafter, its moments and the rule to `directory`, but not the policy. Collective.
 
         The drafter's files appear whole or not at all; rank 0 then adds `RULE`. Raises SaveError on every rank if one
         cannot write the drafter, and OSError on rank 0 if it cannot write `RULE`.
@@ -254,7 +261,7 @@ class CoTrainer:
             files.write(directory / RULE, json.dumps(self.rule.learning.state()))
 
     def load(self, directory: Path) -> None:
-        """Continue from `save`, with as many ranks in the same layout. Collective.
+        """Continue from `save`, with as many ranks in the same layout. Collective. Engines get the weights by a `push`.
 
         Raises CheckpointError on every rank, and OSError on rank 0 if `RULE` is missing.
         """

@@ -1,17 +1,19 @@
 """Train a drafter beside a policy that another trainer trains: with its own `GPTModel`, DDP, optimizer and schedule.
 
-`DrafterTraining` is the base class, also of slime's (`integrations/slime/drafter.py`); `DrafterBeside` adds a drafter
-with weights of its own, for `CoTrainer` and for EAGLE-3 inside slime.
+`DrafterTraining` is the base class, also of slime's drafter (`integrations/slime/drafter.py`), which trains the MTP
+layer in the policy's model. `DrafterBeside` adds a drafter with weights of its own, for `CoTrainer` and for EAGLE-3
+inside slime.
 
 No autograd graph connects drafter and policy. So the drafter's forward and backward run at the end of the policy's
 forward, on the detached hidden states of the same micro-batch:
 
     begin_step(counts)         zero the drafter's gradients
-    add(sequences)             what it learns from in the next forward pass
-    on_hidden(hidden, fields)  within that pass: loss and gradients; called by `_postprocess`
+    add(sequences)             for each micro-batch, in the order of the passes: what the drafter learns from there
+    on_hidden(hidden, fields)  within each pass: loss and gradients; called by `_postprocess`
     end_step()                 sum gradients over ranks, clip, update
 
-It has gradient buffers and an AdamW of its own (`train.optimizer.Learner`), so it does not change a bit of the policy.
+The drafter has gradient buffers and an AdamW of its own (`train.optimizer.Learner`), so the policy does not change by a
+bit.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ from megatron_rlspec.train.optimizer import Learner
 
 
 class DrafterTraining:
-    """The drafter of one rank of the last pipeline stage. Subclasses have the drafter's own layers.
+    """The drafter of one rank of the last pipeline stage. Subclasses provide the drafter's module (`build`).
 
-    Construction comes before the model is wrapped into DDP, and replaces the model's `_postprocess`. `make_ready`
-    follows, after the policy's weights are loaded if the drafter's are among them. From then on forward passes train
-    the drafter.
+    Construct it before the model is wrapped into DDP: the model's `_postprocess` is replaced. Then call `make_ready`,
+    after the policy's weights are loaded if the drafter's are among them. From then on, forward passes in training mode
+    train the drafter, one of `fields` each.
 
     Shapes: t positions of this context-parallel rank, tp tensor-parallel ranks, H the policy's hidden size.
 
@@ -72,7 +74,8 @@ class DrafterTraining:
                   if the step's loss or gradient was not finite
     embedding     the embedding that the drafter reads, `[V / tp, H]`; None: the model's, which is on this stage
     block         the module that is trained, after `make_ready`
-    learner       its gradient buffers and optimizer; None for a drafter that is not trained
+    drafter_step  student, loss and update of `block` (`train/drafter_step.py`), after `make_ready`
+    learner       gradient buffers and optimizer of `block`; None for a drafter that is not trained
     """
 
     block: Drafter
@@ -132,7 +135,7 @@ class DrafterTraining:
         raise NotImplementedError
 
     def inputs(self, hidden: Tensor) -> Tensor:
-        """Return what the drafter reads, `[t, n]`, detached.
+        """Return what the drafter reads of the policy, `[t, n]`, detached: n = H, or more for EAGLE-3.
 
         hidden  the policy's hidden states, `[t / tp, 1, H]` with sequence parallelism, else `[t, 1, H]`; detached
         """
@@ -140,15 +143,20 @@ class DrafterTraining:
 
     @contextmanager
     def trainable(self) -> Iterator[None]:
-        """Let the drafter's parameters have gradients inside the `with` block; slime's drafter is frozen outside."""
+        """Let the drafter's parameters have gradients inside the `with` block.
+
+        Here they always have. Slime's drafter is part of the policy's model, whose optimizer must not see it: it is
+        frozen outside.
+        """
         yield
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, counts: Sequence[float]) -> None:
-        """Start a step. Collective over the data-parallel ranks.
+        """Start a step. Collective over the data-parallel ranks. Drops what an earlier step has left.
 
-        Denominators are known before the first backward, so the split into micro-batches changes rounding only.
+        All losses of the step are divided by the denominators, which are known before the first backward. So the split
+        into micro-batches changes rounding only.
 
         counts  `[depth]`: Σ weight of the predictions in this data-parallel rank's whole sequences, equal on all its
                 context-parallel ranks
@@ -158,7 +166,7 @@ class DrafterTraining:
         total = torch.tensor(counts, dtype=torch.float64, device=device)
         # Without the context-parallel ranks: each of them has the counts of whole sequences.
         dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=False))
-        # 1 if nothing is trained: the sum is then 0
+        # 1 at a depth that trains nothing: its losses add up to 0, but a division by 0 would be an error
         self.denominators = [n or 1.0 for n in total.tolist()]
         self.fields.clear()
         self._sums = []
@@ -168,7 +176,7 @@ class DrafterTraining:
     def add(self, sequences: Sequences) -> None:
         """Take the sequences of the step's next forward pass. Call it in the order of the passes.
 
-        After `begin_step`, which clears `fields` and sets the denominators that the new fields hold.
+        Call it after `begin_step`, which clears `fields` and sets the denominators that the new fields hold.
         """
         fields = drafter_fields(
             sequences,
@@ -201,10 +209,10 @@ class DrafterTraining:
             self._sums.append(step.learn(student, fields, teacher))
 
     def end_step(self) -> dict[str, float]:
-        """Reduce, clip and update; return means over the step's trained predictions, per depth.
+        """Reduce gradients, clip and update; return means over the step's trained predictions, per depth.
 
-        Collective over the stage's ranks: either all of them had micro-batches in the step, or none. Names are those of
-        `train/objectives.means` with `_` in place of `/`.
+        Collective over the stage's ranks: either all of them had micro-batches in the step, or none. Call it once a
+        step, after the last forward pass. Metrics have the names of `train/objectives.means` with `_` in place of `/`.
         """
         metrics: dict[str, float] = {}
         updated = True
@@ -217,7 +225,7 @@ class DrafterTraining:
         if not self._sums:
             return metrics
         steps = self.objective.predicted_steps
-        # Before the sum over ranks, because it turns rows of positions into sums.
+        # Before the sum over ranks, because it turns rows of positions, which differ between ranks, into sums.
         follow_rounds(self._sums, steps)
         totals = sum_over_replicas(self._sums)
         predicted = pop_prediction(totals, steps)
@@ -226,6 +234,7 @@ class DrafterTraining:
             for k in predicted.steps:
                 metrics[f"drafter_tokens_k{k}"] = predicted.tokens_per_round(k)
         for name, value in means(totals).items():
+            # Left out are two that are no means: the loss over all depths, and the numbers of trained tokens.
             if name != "drafter/objective" and not name.startswith("drafter/tokens_"):
                 metrics[name.replace("/", "_")] = value
         return metrics
@@ -253,11 +262,14 @@ class DrafterTraining:
         """Return the rows of all tensor-parallel ranks, `[t, ...]`, if sequence parallelism splits them. Collective."""
         if not self.model.config.sequence_parallel:
             return x
-        # Every rank computes the same from the gathered rows. So a backward splits the gradient instead of summing it.
+        # Every rank computes the same from the gathered rows. So a backward must split the gradient, not sum it over
+        # ranks.
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
 
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP.
+
+        original  the model's own `_postprocess`, of which all other arguments are
 
         Passes in evaluation mode or without gradients, such as those for old log-probs, take no fields.
         """
@@ -270,12 +282,13 @@ class DrafterTraining:
 class DrafterBeside(DrafterTraining):
     """A drafter that is no part of the policy's model: an MTP layer, or an EAGLE-3 drafter.
 
-    Every pipeline stage has one. Only that of the last stage has parameters, and trains them. The others send it what
-    it reads: the first one the embedding, and each the inputs of its layers that an EAGLE-3 drafter reads.
+    Every pipeline stage has such an object, and all ranks call its methods. Only that of the last stage has parameters,
+    and trains them. The others send it what the drafter reads: the first stage the embedding, and each stage the inputs
+    of its layers that an EAGLE-3 drafter reads.
 
     hf_config   config.json of the policy, with that of the EAGLE-3 drafter under the key `DRAFTER`
     table       names of the tensors of both, in Megatron and in the checkpoint
-    vocabulary  token ids that an EAGLE-3 drafter drafts from, `[S]`; None for an MTP layer
+    vocabulary  token ids that an EAGLE-3 drafter drafts from, ascending, `[S]` int64; None for an MTP layer
     """
 
     def __init__(
@@ -322,7 +335,8 @@ class DrafterBeside(DrafterTraining):
         return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
 
     def begin_step(self, counts: Sequence[float]) -> None:
-        # Collective over the first and last stage, in every step: the policy has changed its embedding.
+        # Collective over the first and last stage, so before the return of other stages; in every step, because the
+        # policy has changed its embedding.
         self.embedding = embedding_for_drafter(self.model, self.embedding)
         if self.model.post_process:
             super().begin_step(counts)
@@ -335,10 +349,13 @@ class DrafterBeside(DrafterTraining):
         return super().end_step() if self.model.post_process else {}
 
     def build(self) -> Drafter:
-        # Megatron's DDP then sums gradients over ranks. Its mean would be wrong, since losses have global denominators.
+        # With `calculate_per_token_loss`, Megatron's DDP sums gradients over ranks. Their mean would be wrong, since
+        # losses are divided by denominators of all ranks.
         config = replace(self.model.config, calculate_per_token_loss=True)
         block = build_drafter(config, self.hf_config, seed=1)  # any seed: `load` follows
-        if self.vocabulary is None:  # as train.model.DecoderConfig has it
+        if self.vocabulary is None:
+            # The MTP layer rotates the policy's share of channels. Of configurations, only our own `DecoderConfig` has
+            # this field, which `at_positions` in `train/model.py` reads. `build_drafter` sets that of EAGLE-3.
             block.config.rotary_percent = self.model.rotary_percent
         return block.to(next(self.model.parameters()).device)
 
@@ -348,7 +365,8 @@ class DrafterBeside(DrafterTraining):
         On the last pipeline stage only, after the drafter is built; `make_ready` calls it.
         """
         shards.load(self.table, [self.block], self.model.config, tensors)
-        if self.learner is not None:  # its float32 copies of the parameters
+        if self.learner is not None:
+            # The optimizer's float32 copies still hold the old weights, which the next update would restore.
             self.learner.optimizer.reload_model_params()
 
     def on_hidden(
@@ -368,7 +386,8 @@ class DrafterBeside(DrafterTraining):
             # one sequence after the other, as `Sequences.starts` counts positions
             hidden = hidden.transpose(0, 1).reshape(length * batch, 1, width)
         positions = length * batch
-        if self.model.config.sequence_parallel:  # each rank has 1 / tp of them
+        # With sequence parallelism each tensor-parallel rank has 1 / tp of the positions.
+        if self.model.config.sequence_parallel:
             positions *= ps.get_tensor_model_parallel_world_size()
         expected = len(fields.position_ids)
         if positions != expected:

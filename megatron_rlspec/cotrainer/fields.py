@@ -1,7 +1,8 @@
 """What a drafter reads and predicts in a micro-batch, made from whole sequences and then cut for context parallelism.
 
-Every rank has tokens and masks of whole sequences, so ranks exchange nothing. `CoTrainer` and slime use this module;
-our own loop has the same columns in a `PackedBatch` (`train/step.py`).
+`cotrainer/drafter.py` calls `drafter_fields` for `CoTrainer` and slime; our own loop has the same columns in a
+`PackedBatch` (`train/step.py`). Every context-parallel rank has tokens and masks of whole sequences, so ranks exchange
+nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from megatron_rlspec.train.drafter_step import DrafterTargets
 
 @dataclass(frozen=True)
 class Sequences:
-    """The whole sequences of one micro-batch, in the order in which it holds them; at least one.
+    """The whole sequences of one micro-batch, in the order in which the micro-batch holds them; at least one.
 
-    tokens   `[L]` int64 of each sequence, all on the model's device
-    masks    `[L]` of each sequence: 1 where the token itself is trained, else 0
+    tokens   `[L]` int64 of each sequence, all on the model's device; L is its length without padding
+    masks    `[L]` of each sequence: 1 where the token itself is trained, else 0; on any device
     starts   `[n + 1]` int: where sequences begin in the micro-batch, before a split for context parallelism, and the
              end of the last one. A sequence ends with its padding. n is the number of sequences, or one more: the
              micro-batch then ends with padding that belongs to no sequence. With context parallelism every padded
@@ -38,7 +39,10 @@ class Sequences:
     seeds: Sequence[int] = ()
 
     def count_trained(self, depth: int) -> list[float]:
-        """Count the predictions that each depth trains, over the whole sequences: `[depth]`. Reads `masks` only."""
+        """Count the predictions that each depth trains, over the whole sequences: `[depth]`. Reads `masks` only.
+
+        The sum over a step's micro-batches is the argument of `DrafterTraining.begin_step`.
+        """
         sums = [0.0] * depth
         for mask in self.masks:
             # only the masks of the result are read, so any tokens will do
@@ -53,7 +57,8 @@ class Sequences:
 class DrafterFields(DrafterTargets):
     """This rank's share of one micro-batch: what the drafter reads, beside its targets.
 
-    tokens        `[t]` int64 for each depth d: token t + d, as `PackedBatch.drafter_tokens`
+    tokens        `[t]` int64 for each depth d from 1: the token d positions later, 0 beyond the sequence's end, as
+                  `PackedBatch.drafter_tokens`
     position_ids  `[t]` int64, from 0 in each sequence
     """
 
@@ -71,7 +76,8 @@ def drafter_fields(
 ) -> DrafterFields:
     """Build this context-parallel rank's fields of a micro-batch. Every rank has the same `sequences`.
 
-    counts  of the step, as `DrafterTargets.counts`; (): not known, then acceptance is predicted as in a small step
+    counts  of the step, over all ranks, as `DrafterTargets.counts`; (): not known. Then the fields have no `counts` for
+            a loss, and acceptance is predicted at as many positions as in a small step
 
     Raises ValueError for padded lengths that context parallelism cannot split.
     """
@@ -90,13 +96,14 @@ def drafter_fields(
         if sequences.seeds:
             seeds[rows] = sequences.seeds[i]
 
-    # Whole sequences are rolled first and cut afterwards, so no rank needs a neighbour's tokens.
+    # this rank's part of a tensor over the whole micro-batch, on the model's device
     def share(x: Tensor) -> Tensor:
         return to_device(slice_for_cp(x, boundaries, cp_rank, cp_size), device)
 
     lengths = boundaries[1:] - boundaries[:-1]
     starts = boundaries[:-1].long().repeat_interleave(lengths)
     positions = share(torch.arange(total) - starts)
+    # Whole sequences are shifted first and cut afterwards, so no rank needs a neighbour's tokens.
     inputs, labels, masks = drafter_targets(tokens, mask, boundaries.to(device), depth)
     noise: dict[str, Tensor] = {}
     if sequences.seeds:

@@ -1,10 +1,14 @@
 """Check a config.json, per model family: types, bounds, and the settings that are supported.
 
-Each class below has the keys of a family as fields, under their names in config.json. In a model that this package
-computes, a key without a field must be empty (null, false, 0, "", [], {}), because it could change what the model
-computes; keys in `HARMLESS` and those that begin with `_` may hold anything (`refuse_unknown_keys`). So a setting whose
-only implemented value is an empty one has no field here. `check_config` is the entry; `SCHEMAS` lists the families. The
-config.json of an EAGLE-3 drafter is checked in `drafter_config.py`.
+`check_config` is the entry; `SCHEMAS` lists the families. Each class below has the keys of a family as fields, under
+their names in config.json.
+
+In a model that this package computes (`Trained`), a key without a field must be empty (null, false, 0, "", [], {}),
+because it could change what the model computes; keys in `HARMLESS` and those that begin with `_` may hold anything
+(`refuse_unknown_keys`). So a setting whose only implemented value is an empty one has no field here. A new field says:
+this package implements the setting.
+
+The config.json of an EAGLE-3 drafter is checked in `drafter_config.py`.
 
 This module does not import torch, which takes seconds: a user's mistake is reported at once.
 """
@@ -27,7 +31,7 @@ Number = Annotated[float, Field(gt=0, le=1e12)]
 TokenId = Annotated[int, Field(ge=0, le=2**24)]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
 
-# Metadata, training and generation settings: they do not change what a forward pass computes. `sliding_window` and
+# Metadata, training and generation settings: keys that do not change what a forward pass computes. `sliding_window` and
 # `max_window_layers` are here, because they count only with `use_sliding_window`, which has no field and must be empty.
 HARMLESS = frozenset(
     "architectures model_type transformers_version auto_map use_cache torchscript model_name name_or_path license "
@@ -56,9 +60,10 @@ class CheckpointError(ConfigError):
 
 
 class Shared(BaseModel):
-    """The keys of every family. Alone it checks models that only SGLang runs: further keys may hold anything.
+    """The keys of every family.
 
-    Further keys are kept in `model_extra`, which `refuse_unknown_keys` looks at for the subclasses.
+    This class itself checks a model that is served and not trained: further keys may hold anything. They are kept in
+    `model_extra`, in which `refuse_unknown_keys` finds unknown keys of the subclasses.
     """
 
     model_config = ConfigDict(
@@ -93,12 +98,12 @@ class Shared(BaseModel):
 
     @property
     def groups(self) -> int:
-        """Return the number of key/value heads."""
+        """Return the number of key/value heads; without the key, as many as query heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """Return the number of channels of one head."""
+        """Return the number of channels of one head. It is not that of latent attention, which has keys of its own."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
@@ -114,7 +119,7 @@ class Shared(BaseModel):
 class Rotary(BaseModel):
     """What `rope_scaling` and `rope_parameters` may hold for every type of rotary embedding, beside the type.
 
-    Their extra keys are checked by `Trained._check_rope`. `models/rope.py` computes the frequencies.
+    `Trained._check_rope` refuses other keys that are not empty. `models/rope.py` computes the frequencies.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
@@ -141,15 +146,15 @@ class YarnScaling(Rotary):
     truncate: Literal[True] = True
 
 
-# by `rope_type`, or `type` in older files
+# the types of scaled rotary embeddings, by the value of `rope_type` (`type` in older files)
 SCALINGS: dict[str, type[Rotary]] = {"llama3": Llama3Scaling, "yarn": YarnScaling}
 
 
 class Trained(Shared):
     """A model that this package itself computes: every setting is either implemented, or refused.
 
-    model_types  allowed values of `model_type`
-    scalings     allowed types of scaled rotary embeddings, beside the plain one
+    model_types  allowed values of `model_type`; the key may also be absent
+    scalings     allowed types of scaled rotary embeddings, beside the plain one ("default")
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -181,7 +186,10 @@ class Trained(Shared):
         return self
 
     def _check_rope(self, key: str, rope: Mapping[str, Any]) -> None:
-        """Check the settings `rope` that stand under `key`. Raises ValueError, which pydantic collects."""
+        """Check the settings `rope` that stand under `key`. Raises ValueError, which pydantic collects.
+
+        {} passes, as the plain type: either key may be absent.
+        """
         schemas: dict[str, type[Rotary]] = {"default": Rotary, **self.scalings}
         kind = rope.get("rope_type", rope.get("type", "default"))
         schema = schemas.get(str(kind))
@@ -286,7 +294,7 @@ class LatentYarnScaling(YarnScaling):
 
     @model_validator(mode="after")
     def _no_magnitude(self) -> LatentYarnScaling:
-        # Equal values leave cosine and sine unscaled, as `models.rope.Rope.mscale` assumes.
+        # Only equal values leave cosine and sine unscaled, and `models.rope.Rope.mscale` assumes that.
         if self.mscale != self.mscale_all_dim:
             raise ValueError(
                 f"rope_scaling.mscale={self.mscale:g}: expected the same as mscale_all_dim={self.mscale_all_dim:g}"
@@ -310,6 +318,7 @@ class DeepseekV3(SigmoidExperts):
 
     @model_validator(mode="after")
     def _values_fit_into_heads(self) -> DeepseekV3:
+        # the channels of a query or key
         whole = self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.v_head_dim > whole:
             raise ValueError(
@@ -356,7 +365,10 @@ def sharpness_of(config: Mapping[str, Any]) -> float:
 
 
 def stated_ends(config: Mapping[str, Any]) -> set[int]:
-    """Return the token ids that end a text by `eos_token_id` of a config.json or a generation_config.json."""
+    """Return the token ids that end a text by `eos_token_id` of a config.json or a generation_config.json.
+
+    An empty set without the key. The config need not be checked; `directory.ends_of_text` joins what several files say.
+    """
     ends = config.get("eos_token_id")
     if ends is None:
         return set()
@@ -364,7 +376,7 @@ def stated_ends(config: Mapping[str, Any]) -> set[int]:
 
 
 def refusal(architecture: str, column: str, known: Iterable[str]) -> str:
-    """Return the line that refuses an architecture.
+    """Return the line that refuses an architecture, for the caller's error.
 
     column  what is not possible with it, as docs/families.md names it: "trained or converted", for example
     known   the architectures with which it is possible
@@ -402,7 +414,10 @@ _Schema = TypeVar("_Schema", bound=Shared)
 
 
 def validated(schema: type[_Schema], config: Mapping[str, Any], where: str) -> _Schema:
-    """Return a config.json as an object of `schema`. Raises CheckpointError for the first mistake."""
+    """Return a config.json as an object of `schema`. Raises CheckpointError for the first mistake.
+
+    Keys without a field are accepted; `refuse_unknown_keys` refuses them.
+    """
     try:
         return schema.model_validate(dict(config))
     except ValidationError as error:
@@ -430,7 +445,8 @@ def _one_line(
 ) -> str:
     """Format the first mistake that pydantic found in `config`. `prefix`: "rope_scaling.", before a key inside it."""
     first = error.errors(include_url=False)[0]
-    # From a validator of ours, whose message names key and value. Its `loc` can be empty, so it comes before `loc[0]`.
+    # An error of one of our validators: its message names key and value. Its `loc` can be empty, so this case comes
+    # before `loc[0]` is read.
     if first["type"] == "value_error":
         return str(first["msg"]).removeprefix("Value error, ")
     key = str(first["loc"][0])

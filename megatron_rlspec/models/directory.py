@@ -1,9 +1,12 @@
 """Check a Hugging Face model directory (`check_model`) before weights are loaded or engines start.
 
-The check reads config.json, the headers of the safetensors files and the small tokenizer files, and compares them: of
-tensors the names, the types and the embedding's shape. It reads weights in one case only: if files of a tied model hold
-both head and embedding, their bits must be equal (`headers.py`). torch is imported for that and for the table of names.
-`rlspec compare`, `rlspec slime` and `CoTrainer` do not run it.
+The check reads config.json, for training also generation_config.json, and the headers of the safetensors files. It
+compares them: of tensors the names, the types and the embedding's shape. Tokenizer files need only be there;
+tokenizer_config.json is read if none of `TOKENIZERS` is complete. Weights are read in one case only: if files of a tied
+model hold both head and embedding, their bits must be equal (`headers.py`). torch is imported for that and for the
+table of names.
+
+Trainer, converter and `rlspec serve` call `check_model`; `rlspec compare`, `rlspec slime` and `CoTrainer` do not.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from megatron_rlspec.models.headers import (
 GENERATION = "generation_config.json"
 ADAPTER = "adapter_config.json"
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3.1: it ends a turn that calls a tool
-# sets of tokenizer files, of which a directory must have one
+# Sets of tokenizer files: a directory must have all files of one set, or code for its tokenizer (`_check_tokenizer`).
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 # Names in no table of names: buffers, and the copies of embedding and head in the drafters of DeepSeek-V3 and GLM4-MoE
 # (`Row.copies`), which SGLang does not read.
@@ -55,7 +58,9 @@ def check_model(
     longest: int = 0,
     spare: int = 0,
 ) -> dict[str, Any]:
-    """Return config.json. Raises CheckpointError, one line, for a directory that cannot be used.
+    """Return config.json as `read_config` does. Raises CheckpointError, one line, for a directory that cannot be used.
+
+    Under "serve", a model whose architecture is not in `SCHEMAS` is not checked further: SGLang knows more of them.
 
     use                train, convert: refuse settings that this package does not compute. serve: refuse a directory
                        only if its files contradict one another
@@ -64,7 +69,7 @@ def check_model(
     weights            compare the names of all tensors, and the shape of the embedding, with config.json, and check
                        the number types
     tokenizer          the files of a tokenizer must be there
-    trust_remote_code  the tokenizer may be Python code in the directory
+    trust_remote_code  the tokenizer may be Python code in the directory, if it lacks the files of `TOKENIZERS`
     longest            model.max_length in tokens, which must not exceed max_position_embeddings; 0: not checked
     spare              positions that an engine needs beyond `longest` (`Config.reserved_positions`)
     """
@@ -73,7 +78,7 @@ def check_model(
         raise CheckpointError(wrong)
     config = read_config(directory)
     if use == "serve" and _architecture(config) not in SCHEMAS:
-        return config  # SGLang knows more families than the package: nothing else of such a directory is checked
+        return config
     typed = check_config(config, str(path), trained=use != "serve")
     if drafter and use == "train" and not typed.num_nextn_predict_layers:
         raise CheckpointError(
@@ -99,7 +104,8 @@ def check_model(
 def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     """Return the token ids that end a text, ascending: of config.json, generation_config.json and the tokenizer.
 
-    () if none of them states one. SGLang ends a text at the same ones. Raises CheckpointError.
+    () if none of them states one. SGLang ends a text at the same ids. Raises CheckpointError if config.json is missing,
+    or if one of the two files is damaged; generation_config.json may be missing.
 
     tokenizer  Transformers' object; None: only the files count
     """
@@ -115,7 +121,10 @@ def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def why_no_checkpoint(directory: Path) -> str:
-    """Return why a path cannot be a Hugging Face checkpoint, with what to do about it; "" if it can be one."""
+    """Return why a path cannot be a Hugging Face checkpoint, with what to do about it; "" if it can be one.
+
+    It must be a directory, not that of a run and not a LoRA adapter. config.json and tensors are not looked for.
+    """
     if (directory / "hf/config.json").exists() and not (directory / SINGLE).exists():
         return f"{directory}: a run directory; its model is {directory / 'hf'}"
     if (directory / ADAPTER).exists():
@@ -140,6 +149,7 @@ def _check_stated(config: Mapping[str, Any], where: Path) -> None:
         "eos_token_id": ends_of_text(where),
     }
     for key, value in stated.items():
+        # Zero and () count as missing: no model has them.
         if not value:
             raise CheckpointError(
                 f"config.json of {where}: no {key}; trainer and engines would each take a default of their own"
@@ -166,11 +176,14 @@ def _check_weights(
 ) -> None:
     """Compare the tensors in the files with config.json, by their headers. Raises CheckpointError.
 
-    The names are compared before the embedding's shape: only then the embedding is known to be there.
+    The names are compared before the embedding's shape, because a missing embedding would be a KeyError there.
+
+    drafter  the tensors of the drafter that config.json names must be there
     """
     headers = read_headers(directory, tied=typed.tie_word_embeddings)
     for name, header in headers.items():
-        # SGLang reads files by the names in them: neither experts in one tensor, nor a tied model's head alone.
+        # SGLang reads tensors by their names in the files. It finds neither the experts in one tensor of all experts
+        # (`header.part`), nor a tied embedding that is stored under the head's name only.
         if use == "serve" and (header.part or (name, header.name) == (EMBEDDING, HEAD)):
             raise CheckpointError(
                 f"{directory}: holds {name} as {header.name}, which SGLang does not read; `rlspec convert` to Megatron "
@@ -197,33 +210,39 @@ def _check_names(
     *,
     drafter: bool,
 ) -> None:
-    """Compare the tensors' names with the family's table. `drafter`: those of the drafter must be there, too."""
+    """Compare the tensors' names with the family's table. Raises CheckpointError.
+
+    drafter  the names of the drafter's tensors must be there, too
+    """
     from megatron_rlspec.models.names import name_table  # imports torch
 
     try:
-        family = name_table(config)
+        table = name_table(config)
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    missing = [name for name in family.target_names if name not in headers]
+    missing = [name for name in table.target_names if name not in headers]
     if missing:
         raise CheckpointError(
-            f"{directory}: lacks {_first_and_count(missing)}, which {family.name} needs by config.json"
+            f"{directory}: lacks {_first_and_count(missing)}, which {table.name} needs by config.json"
         )
-    missing = [name for name in family.drafter_names if name not in headers]
+    missing = [name for name in table.drafter_names if name not in headers]
     if drafter and missing:
         raise CheckpointError(
-            f"{directory}: lacks {len(missing)} of the drafter's {len(family.drafter_names)} tensors, such as "
+            f"{directory}: lacks {len(missing)} of the drafter's {len(table.drafter_names)} tensors, such as "
             f"{missing[0]}; `rlspec convert --add-mtp` makes a fresh drafter"
         )
-    unknown = [name for name in headers if name not in family.by_hf and not _IGNORED.search(name)]
+    unknown = [name for name in headers if name not in table.by_hf and not _IGNORED.search(name)]
     if unknown:
         raise CheckpointError(
-            f"{directory}: {_first_and_count(unknown)}: not part of {family.name} by config.json"
+            f"{directory}: {_first_and_count(unknown)}: not part of {table.name} by config.json"
         )
 
 
 def _check_tokenizer(directory: Path, trusted: bool) -> None:
-    """Raise CheckpointError without a tokenizer's files; with `trusted`, code in the directory counts as one."""
+    """Raise CheckpointError if the directory has no tokenizer. The files' content is not checked.
+
+    trusted  Python code for a tokenizer, which tokenizer_config.json names under `auto_map`, counts as one
+    """
     if any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
         return
     about = directory / "tokenizer_config.json"

@@ -1,7 +1,7 @@
 """The config.json of an EAGLE-3 drafter: its keys, what follows from them, and its check without the target's.
 
-`check_drafter_config` is the entry; `conversion/eagle3.py` compares drafter and target. No import of torch, as in
-`config.py`.
+`check_drafter_config` is the entry. `conversion/eagle3.py` compares drafter and target. This module does not import
+torch, which takes seconds (as `config.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from megatron_rlspec.models.config import (
 class EagleConfig(BaseModel):
     """`eagle_config` in the config.json of an EAGLE-3 drafter. Any other key in it is refused.
 
-    eagle_aux_hidden_state_layer_ids  layers of the target whose outputs the drafter reads, from 0; -1: its embedding
+    use_aux_hidden_state              the drafter reads hidden states of several layers; false is not implemented
+    eagle_aux_hidden_state_layer_ids  layers of the target whose outputs the drafter reads, counted from 0, ascending;
+                                      -1: the target's embedding; None: SGLang's default (`Eagle3.taps`)
+    norm_before_fc                    see `Eagle3.norms_joined`; None: the key of that name beside `eagle_config` counts
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -36,13 +39,15 @@ class EagleConfig(BaseModel):
 
 
 class Eagle3(Llama):
-    """The config.json of an EAGLE-3 drafter, as SGLang's `models/llama_eagle3.py` and SpecForge write and read it.
+    """The config.json of an EAGLE-3 drafter, as SpecForge writes it and SGLang's `models/llama_eagle3.py` reads it.
 
-    draft_vocab_size       S, the number of tokens that it chooses drafts from: the rows of its output head
-    target_hidden_size     of the target; None: as the drafter's own
-    num_aux_hidden_states  how many layers of the target it reads; None: as `eagle_config` says
+    draft_vocab_size       S, the number of tokens that the drafter chooses drafts from: the rows of its output head
+    target_hidden_size     H of the target, which must be the drafter's own (`conversion/eagle3.py`); None: not stated
+    num_aux_hidden_states  how many layers of the target the drafter reads; None: as `eagle_config` says
 
-    `norms_each` and `norms_joined` can each be stated under two keys. The properties decide as SGLang does.
+    Read `norms_each` and `norms_joined`, not the keys behind them: each can be stated under two keys. The properties
+    decide as SGLang does, but for one case: if `eagle_config.norm_before_fc` is an explicit null, SGLang ignores the
+    other key, and `norms_joined` reads it.
     """
 
     draft_vocab_size: Size
@@ -54,10 +59,12 @@ class Eagle3(Llama):
     eagle_config: EagleConfig | None = Field(
         None, description="its other settings are not implemented"
     )
-    fc_norm: bool | None = None  # norm the hidden states of each layer that it reads
+    fc_norm: bool | None = None  # norm the hidden states of each layer alone
     use_aux_norm: bool | None = None  # an older name of fc_norm
-    norm_before_fc: bool | None = None  # norm all of them together; eagle_config may state it
-    norm_output: bool | None = None  # the next draft reads the state after the final norm
+    # norm the hidden states of all layers together; `eagle_config` may state it
+    norm_before_fc: bool | None = None
+    # the next draft reads the state after the final norm, not before it
+    norm_output: bool | None = None
 
     @property
     def settings(self) -> EagleConfig:
@@ -66,19 +73,26 @@ class Eagle3(Llama):
 
     @property
     def norms_each(self) -> bool:
-        """Return whether the hidden states of each layer that it reads are normed before `fc`."""
+        """Return whether the hidden states of each layer that the drafter reads are normed alone, before `fc`."""
         return bool(self.fc_norm or self.use_aux_norm)
 
     @property
     def norms_joined(self) -> bool:
-        """Return whether the hidden states are normed together before `fc`, and before the norms of each."""
+        """Return whether the hidden states of all layers are normed together, before `fc`.
+
+        If `norms_each` is true, too, this norm comes first.
+        """
         stated = self.settings.norm_before_fc
         return bool(self.norm_before_fc if stated is None else stated)
 
     @property
     def layers_read(self) -> int:
-        """Return how many layers of the target it reads: as many as `taps` has, without the target's config.json."""
-        # three by SGLang's default, as in `taps`, which refuses an empty list
+        """Return how many layers of the target the drafter reads: the length of `taps`, which needs the target.
+
+        `num_aux_hidden_states` is not read: `taps` refuses another number there.
+        """
+        # Without the key there are three, SGLang's default, as in `taps`. An empty list gives three here, too, but
+        # `taps` refuses it.
         return len(self.settings.eagle_aux_hidden_state_layer_ids or (0, 0, 0))
 
     def taps(self, layers: int) -> tuple[int, ...]:
@@ -87,7 +101,9 @@ class Eagle3(Llama):
         config.json names layers by their outputs (`eagle_aux_hidden_state_layer_ids`), and the output of layer i is the
         input of layer i + 1. Without that key these are SGLang's default (`set_eagle3_layers_to_capture`).
 
-        Raises ValueError for layers that the target cannot give: SGLang then computes on, and accepts no draft.
+        Raises ValueError for fewer than two layers (the width must tell the target's states from the drafter's own,
+        `rollout/embedded/model.py`), for layers out of order or that the target lacks (SGLang would run, and accept no
+        draft), and if `num_aux_hidden_states` is another number.
         """
         ids = self.settings.eagle_aux_hidden_state_layer_ids
         taps = (2, layers // 2, layers - 3) if ids is None else tuple(i + 1 for i in ids)
@@ -105,7 +121,7 @@ class Eagle3(Llama):
 
 
 def layer_of_drafter(index: int) -> str:
-    """Return the prefix of the tensors of layer `index`, as SGLang and SpecForge name them."""
+    """Return the prefix of the tensors of the drafter's layer `index`, from 0, as SGLang and SpecForge name them."""
     return f"layers.{index}." if index else "midlayer."
 
 

@@ -2,19 +2,20 @@
 
 A `Family` is the record of one architecture; `FAMILIES` below has them all, and `record_of` finds one. Its rows give
 each tensor's Megatron name, its Hugging Face names, and the layout between them (`rows.py`). Both directions of a
-conversion read the same row, so a wrong row still round-trips. Tests therefore compare logits with Transformers' and
-SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` knows the others.
+conversion read the same row, so a wrong row still round-trips: tests therefore compare logits with Transformers' and
+SGLang's own classes. Rows use the names of Megatron's local layer specs; `names.py` knows the other names.
 
 How the drafters differ (SGLang's class in brackets):
 
-    family                        input projection       final norm        input at position 0
-    MiMo-7B (MiMoMTP)             hidden, embedding      final_layernorm   embedding is 0
-    DeepSeek-V3, GLM4-MoE (NextN) embedding, hidden      shared_head.norm  as everywhere
-    Qwen3-MoE (MTP)               embedding, hidden      norm              as everywhere
-    EAGLE-3                       none; fc of 3 hiddens  norm              as everywhere
+    family                        input projection       final norm        embedding at position 0
+    MiMo-7B (MiMoMTP)             hidden, embedding      final_layernorm   replaced by 0
+    DeepSeek-V3, GLM4-MoE (NextN) embedding, hidden      shared_head.norm  as at other positions
+    Qwen3-MoE (MTP)               embedding, hidden      norm              as at other positions
+    EAGLE-3                       none; `fc` joins the   norm              as at other positions
+                                  hidden states of several layers
 
-mbridge 0.15.1 also translates between Megatron and Hugging Face. It needs Megatron's model objects on all ranks, it
-knows Transformer Engine's names only, and it does not exchange the halves of MiMo's input projection.
+mbridge 0.15.1 also translates between Megatron and Hugging Face. It is not used: it needs Megatron's model objects on
+all ranks, it knows Transformer Engine's names only, and it does not exchange the halves of MiMo's input projection.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron_rlspec.models.rows import (
 
 
 def dense(config: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield the rows of Llama, Qwen2, Qwen3 (dense) and MiMo-7B, which is Qwen2 with `model.mtp_layers`.
+    """Yield the rows of Llama, Qwen2, Qwen3 (dense) and MiMo-7B, which is a Qwen2 with `model.mtp_layers`.
 
     A drafter that `--add-mtp` gives a Qwen2 or Llama has MiMo's names and order, so that SGLang runs the model as MiMo.
     SGLang's class of MiMo always has biases of q, k and v, so what was a Llama has biases of 0 in its checkpoint.
@@ -54,7 +55,7 @@ def dense(config: Mapping[str, Any]) -> Iterator[Row]:
     qk_norm = record.has_qk_norm(config)
     zero_bias = record.stores_qkv_bias(config) and not bias
 
-    # a decoder layer, by the two prefixes of its names; also that of the drafter
+    # the rows of a decoder layer of the target or the drafter; `megatron` and `hf` are the prefixes of its names
     def block(megatron: str, hf: str) -> Iterator[Row]:
         yield from norms(megatron, hf)
         yield from attention(megatron, hf, g, bias=bias, qk_norm=qk_norm, zero_bias=zero_bias)
@@ -86,7 +87,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     count = need(config, "n_routed_experts")
     shared = bool(config.get("n_shared_experts"))
 
-    # n: the layer's number in the checkpoint, where MTP layers follow the target's
+    # The rows of a decoder layer, as in `dense`. n: its number in the checkpoint, where MTP layers follow the target's.
     def block(megatron: str, hf: str, n: int) -> Iterator[Row]:
         yield from norms(megatron, hf)
         if latent:
@@ -104,7 +105,7 @@ def deepseek_v3(config: Mapping[str, Any]) -> Iterator[Row]:
     yield from outer(g, mtp_copies=True)
     for n in range(g.layers):
         yield from block(f"decoder.layers.{n}.", f"model.layers.{n}.", n)
-    for n in range(g.mtp_layers):  # the checkpoint numbers them behind the target's layers
+    for n in range(g.mtp_layers):  # the checkpoint numbers MTP layers behind the target's layers
         hf = f"model.layers.{g.layers + n}."
         # in the order of `mtp_layer`, as in `dense`
         names = [f"{hf}{x}" for x in ("enorm", "hnorm", "eh_proj", "shared_head.norm")]
@@ -177,7 +178,10 @@ def eagle3(config: Mapping[str, Any]) -> Iterator[Row]:
 def beside_target(config: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of an EAGLE-3 drafter with `PREFIX` before their Hugging Face names, without `MAPS`.
 
-    So its tensors can stand in one name table with the target's, as in a push. `config`: the drafter's own config.json.
+    The prefix lets the drafter's tensors stand in one name table with the target's, as in a push. `MAPS` are left out,
+    because they are not trained.
+
+    config  the drafter's own config.json
     """
     for row in eagle3(config):
         if row.hf[0] not in MAPS:
@@ -226,7 +230,7 @@ class Family:
     served: bool = False
 
     def has_qkv_bias(self, config: Mapping[str, Any]) -> bool:
-        """Return whether this model's q, k and v projections have biases other than 0."""
+        """Return whether q, k and v have biases in Megatron's model. If not, those of a checkpoint must all be 0."""
         stated = config.get("attention_bias")
         answers = {
             "always": True,
@@ -352,5 +356,5 @@ def record_of(config: Mapping[str, Any]) -> Family:
 
 
 def names_where(fact: Callable[[Family], object]) -> tuple[str, ...]:
-    """Return the architectures whose record makes `fact` true."""
+    """Return the architectures whose record makes `fact` true, in the order of `FAMILIES`."""
     return tuple(name for name, record in FAMILIES.items() if fact(record))

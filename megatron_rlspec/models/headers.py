@@ -1,7 +1,7 @@
-"""Read a model directory without its weights: JSON objects, and name, shape and type of every tensor.
+"""Read a model directory without its weights: JSON objects, and name, shape and type of every tensor (`read_headers`).
 
-`directory.py` checks a model by them, and `hf_files.py` reads the weights that they point to. Weights are read, and
-torch is imported, in one case only: to compare a tied head with the embedding.
+`directory.py` checks a model by these headers, and `hf_files.py` reads the weights to which they point. Weights are
+read, and torch is imported, in one case only: to compare a tied model's head with its embedding, if files hold both.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def read_object(file: Path) -> dict[str, Any]:
 def read_headers(directory: Path, *, tied: bool = False) -> dict[str, Header]:
     """Map every tensor's name to its file, shape and type. Raises CheckpointError if a file is missing or damaged.
 
-    tied  head and embedding are one tensor, and the result has it under the embedding's name only. Files may hold it
-          under either name, or under both with equal bits
+    tied  head and embedding are one tensor: the result has no `HEAD`, only `EMBEDDING`. Files may hold the tensor
+          under either name, or under both with equal bits. A result without both is no error here
 
     Experts that a file stores in one tensor have an entry each, under the names of single experts. Then `Header.name`
     and the key differ. Read a tensor by `Header.name` and `Header.part`, as `hf_files.LazyTensors` does.
@@ -98,10 +98,10 @@ def _equal(one: Header, other: Header) -> bool:
 
 
 def _single_experts(name: str, header: Header) -> dict[str, Header]:
-    """Return a tensor of a file by its name; a tensor of all experts `[E, rows, columns]` as one for each expert.
+    """Return a tensor's header by its name; of a tensor of all experts `[E, rows, columns]`, headers of each expert.
 
-    The names of single experts are those of `models/families.py`. In `gate_up_proj` the gate has the first half of the
-    rows.
+    The names of single experts are those of `models/families.py`. Each expert gets `down_proj`, or from `gate_up_proj`
+    two tensors: its rows are first all of the gate, then as many of up.
     """
     fused = _FUSED_EXPERTS.fullmatch(name)
     if fused is None or len(header.shape) != 3:
@@ -141,7 +141,7 @@ def _indexed_headers(directory: Path) -> dict[str, Header]:
         # the index places in a folder are then lacking below.
         file_name = Path(file).name
         for name, header in headers_of(directory / file_name):
-            if file_of.get(name) == file_name:  # a second file can hold the tensor, too
+            if file_of.get(name) == file_name:  # another file can hold a tensor of this name, too
                 headers[name] = header
     for name, file in file_of.items():
         if name not in headers:
@@ -150,7 +150,7 @@ def _indexed_headers(directory: Path) -> dict[str, Header]:
 
 
 def headers_of(file: Path) -> Iterator[tuple[str, Header]]:
-    """Yield name and header of every tensor of one safetensors file. Raises CheckpointError."""
+    """Yield name and header of every tensor of one safetensors file, as the file has them. Raises CheckpointError."""
     with open_safetensors(file, "np") as opened:
         for name in opened.keys():  # noqa: SIM118, this object is no mapping
             about = opened.get_slice(name)

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints on disk: read tensor by tensor, write completely or not at all.
 
-`read_hf` and `write_hf` are the entries. A caller that adds files of its own before the directory gets its name uses
-`build_hf`, then `publish`; a checkpoint of another format uses `building`, then `publish`.
+`read_hf` and `write_hf` are the entries. `write_hf` is `build_hf`, then `publish`; call the two yourself to add files
+before the directory gets its name. A checkpoint of another format is written in `building`, then named by `publish`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from megatron_rlspec.models.headers import (
 from megatron_rlspec.models.tensor_file import ByName, CheckpointError, TensorFile
 
 SHARD_BYTES = 5_000_000_000  # about the size of one file of tensors, as Transformers writes them
-# Patterns of the files, beside weights and config.json, that a reader of a new checkpoint needs from the old one.
+# Patterns of the small files that `copy_companions` copies from an old checkpoint to a new one, beside which only
+# weights and config.json are needed.
 _COMPANIONS = (
     "tokenizer*",
     "vocab*",
@@ -52,7 +53,8 @@ class LazyTensors(ByName):
     Raises CheckpointError for a tensor that is damaged, or holds NaN or infinity, and KeyError for an unknown name. Not
     thread-safe.
 
-    headers  of the tensors, by the names that they have here, as `read_headers` returns them
+    headers  of the tensors, by the names under which they are read here. `Header.name` may be another name, and the
+             tensor a part of what the file holds (`read_headers`)
     """
 
     def __init__(self, headers: Mapping[str, Header]) -> None:
@@ -61,7 +63,8 @@ class LazyTensors(ByName):
 
     def __getitem__(self, name: str) -> Tensor:
         header = self.headers[name]
-        # One file is mapped at a time: dropping the last one gives its pages back. So read tensors file by file.
+        # Only the file read last stays mapped; dropping it gives its pages back. Changing files with every tensor is
+        # slow, so callers should read file by file.
         if self._open is None or self._open.path != header.path:
             self._open = TensorFile(header.path)
         tensor = self._open[header.name]
@@ -70,7 +73,7 @@ class LazyTensors(ByName):
             tensor = tensor[expert, start:end]
         # 8-bit floating-point types are not checked.
         if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
-            # NaN propagates into both bounds.
+            # NaN propagates into both bounds, so the two show every NaN and infinity.
             if not all(bound.isfinite() for bound in tensor.aminmax()):
                 raise CheckpointError(
                     f"{header.path}: {name} holds NaN or infinity; expected finite numbers"
@@ -111,6 +114,8 @@ def build_hf(
 ) -> Path:
     """Write a checkpoint directory beside `path`, and return it. `publish` then gives it the name `path`.
 
+    Two processes must not build one path at the same time (`building`).
+
     config          config.json, of which only the stated number type is replaced, by that of the tensors
     tensors         by Hugging Face name, each name once, consumed once. With `linked` there must be at least one. At
                     most one file's worth (`shard_bytes`, and the tensor that overflows it) is in memory
@@ -138,9 +143,9 @@ def build_hf(
 
 @contextlib.contextmanager
 def building(target: Path) -> Iterator[Path]:
-    """Yield a new directory beside `target` for `publish`. It is removed after an error, such as a full disk.
+    """Yield a new directory beside `target`, for `publish` after the block. An error in the block removes it.
 
-    One left by a killed writer is removed first. So two processes must not build one target at the same time:
+    A directory that a killed writer left is removed first. So two processes must not build one target at the same time:
     `conversion/convert.py` takes a lock.
     """
     partial = target.with_name(f".{target.name}.partial")
@@ -154,9 +159,10 @@ def building(target: Path) -> Iterator[Path]:
 
 
 def _in_parts(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield parts of at least `size` bytes, the last one of fewer: tensors on the CPU, contiguous, none a view.
+    """Yield parts, by name, for one file each: at least `size` bytes, in the last part perhaps fewer.
 
-    Two names of one whole storage are not made separate: the caller must not yield these.
+    Their tensors are on the CPU, contiguous, and no views. Two names for one tensor stay one storage, which safetensors
+    refuses: the caller must not yield both.
     """
     part: dict[str, Tensor] = {}
     part_bytes = 0
@@ -180,10 +186,13 @@ def complete(
 ) -> None:
     """Name the files as Transformers expects, and add the index, config.json and the small files.
 
-    partial  the directory, with all files of tensors in it, under other names than those that they get
-    file_of  a tensor's name -> its file
+    partial  the directory, with all files of tensors in it, at least one, under any other names. They are renamed
+    file_of  a tensor's name -> the name of its file in `partial`, for all tensors
+
+    Raises OSError, and CheckpointError for a file that is not safetensors.
     """
-    # Sorted, so that equal inputs give equal directories. Only now is the number of files known, which is in each name.
+    # Sorted, so that equal inputs give equal directories. The number of files, which each name contains, is known only
+    # now.
     shards = sorted(set(file_of.values()))
     final = {s: f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i, s in enumerate(shards, 1)}
     if len(shards) == 1:
@@ -204,9 +213,10 @@ def complete(
 
 
 def _stated_type(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the number type of most elements, under those of config.json's two keys for it that `config` has.
+    """Return the number type that most elements have, under those of config.json's two keys for it that `config` has.
 
-    Engines compute in the type that config.json states, so it must be that of the tensors here.
+    Engines compute in the type that config.json states, so it must be that of the tensors here. `directory` must have
+    its files' final names and the index already: the types are read from it.
     """
     sizes: Counter[str] = Counter()
     for header in read_headers(directory).values():
@@ -216,13 +226,13 @@ def _stated_type(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def companions(source: Path) -> list[Path]:
-    """List the tokenizer and the other small files that belong to a checkpoint."""
+    """List the tokenizer and the other small files that belong to a checkpoint, sorted; config.json is not one."""
     matching = {file for pattern in _COMPANIONS for file in source.glob(pattern)}
     return sorted(file for file in matching if file.is_file())
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the tokenizer and the other small files that belong to a checkpoint. Raises OSError."""
+    """Copy the files that `companions` lists into the directory `target`, over files of their names. Raises OSError."""
     for file in companions(source):
         shutil.copyfile(file, target / file.name)  # without its mode: files follow the umask
 
@@ -230,7 +240,8 @@ def copy_companions(source: Path, target: Path) -> None:
 def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
     """Give a finished directory its name, once all of it is on the disk.
 
-    Raises OSError, also without `replace` for a directory of that name that is not empty. One `.<name>.old` is removed.
+    Raises OSError, also without `replace` for a directory of that name that is not empty. A `.<name>.old` beside it is
+    removed in any case.
 
     replace  remove an older directory of that name. It is renamed first, to `.<name>.old`: if this process dies between
              the two renames, no directory has the name, but both are on the disk
@@ -245,6 +256,7 @@ def publish(partial: Path, target: Path, *, replace: bool = False) -> None:
         os.rename(target, old)
     os.rename(partial, target)
     shutil.rmtree(old, ignore_errors=True)
+    # so that the new name survives a power failure, too
     with contextlib.suppress(PermissionError):  # a directory that may be written to but not read
         files.sync(target.parent)
 

@@ -1,8 +1,12 @@
 """Fuse Hugging Face tensors into one Megatron tensor, and split it over tensor-parallel ranks; and the inverses.
 
-A `Layout` is a pair of inverse functions between full tensors. A `Cut` is a pair of inverse functions between the full
-Megatron tensor and its shards. Both only move elements and are exact. Results may be views of their arguments, so do
-not write into them. The rows in `rows.py` and `families.py` name one of each for every tensor.
+A `Layout` is a pair of inverse functions between Hugging Face's full tensors and one full Megatron tensor. A `Cut` is a
+pair of inverse functions between that tensor and its tensor-parallel shards. Both only move elements and are exact.
+Results may be views of their arguments, so do not write into them.
+
+The rows in `rows.py` and `families.py` name one layout and one cut for every tensor; `names.py`, `lazy.py` and
+`train/shards.py` apply them. Megatron's layers fix the order of elements: with another order here, weights would land
+in wrong places, without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ class Layout:
 
 COPY = Layout(lambda parts: parts[0], lambda full: (full,))
 
-# SwiGLU: Megatron's linear_fc1 [2F, H] is gate, then up, on dim 0. Its cut must be COLUMN_GATE_UP.
+# SwiGLU: Megatron's linear_fc1 [2F, H] is gate, then up, on dim 0. Its cut must be COLUMN_GATE_UP, or a rank would hold
+# the gate alone.
 GATE_UP = Layout(lambda parts: torch.cat(list(parts)), lambda full: full.chunk(2))
 
 
@@ -48,13 +53,14 @@ SWAP_HALVES = Layout(lambda parts: _swap(parts[0]), lambda full: (_swap(full),))
 def grouped_qkv(groups: int, heads_per_group: int, head_dim: int) -> Layout:
     """Return the layout of Megatron's linear_qkv: for each key/value group its query heads, then its key, its value.
 
-    Serves the weights `[rows, H]` and the biases `[rows]`. A shard on dim 0 then holds whole groups. `fuse` raises
+    It serves the weights `[rows, H]` and the biases `[rows]`. In this order a shard on dim 0 (`COLUMN`) holds whole
+    groups, if the tensor-parallel size divides `groups`: `train/model.py` checks that, `Cut` does not. `fuse` raises
     CheckpointError if q, k or v has another number of rows than config.json says.
     """
     sizes = (heads_per_group * head_dim, head_dim, head_dim)
 
     def fuse(parts: Sequence[Tensor]) -> Tensor:
-        rest = parts[0].shape[1:]
+        rest = parts[0].shape[1:]  # (H,) of weights, () of biases
         for name, part, size in zip("qkv", parts, sizes, strict=True):
             if len(part) != groups * size:
                 raise CheckpointError(
@@ -108,7 +114,7 @@ class Cut:
     blocks: int = 1
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
-        """Return the part of `rank` of `size` ranks. Raises ValueError if the parts would not be equal."""
+        """Return the part of `rank` (from 0) of `size` ranks. Raises ValueError if the parts would not be equal."""
         if self.dim is None or size == 1:
             return full
         blocks = full.chunk(self.blocks)
@@ -121,9 +127,13 @@ class Cut:
         return torch.cat([block.chunk(size, dim=self.dim)[rank] for block in blocks])
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the full tensor of all ranks' parts, given in rank order."""
+        """Return the full tensor of all ranks' parts, given in rank order, at least one.
+
+        Of a tensor that every rank holds whole, the first part is returned; the parts are not compared.
+        """
         if self.dim is None or len(shards) == 1:
             return shards[0]
+        # Each block is joined over the ranks by itself: the inverse of `shard`.
         by_rank = [shard.chunk(self.blocks) for shard in shards]
         return torch.cat([torch.cat(parts, dim=self.dim) for parts in zip(*by_rank, strict=True)])
 

@@ -14,7 +14,10 @@ Makers = dict[str, Callable[[], Tensor]]
 
 
 class Lazy(ByName):
-    """Maps names to what their functions return, called anew on every access."""
+    """Maps names to what their functions return, called anew on every access.
+
+    makers  name -> function. A caller may add entries (`conversion/convert.py` does)
+    """
 
     def __init__(self, makers: Makers) -> None:
         self.makers = self.names = makers

@@ -60,7 +60,10 @@ def canonical(name: str) -> str:
 
 
 def later(pattern: re.Pattern[str], name: str, by: int) -> str:
-    """Add `by` to the number that `pattern`, `LAYER` or `EXPERT`, finds in a name; return other names unchanged."""
+    """Add `by` to the number that `pattern` finds in a canonical name; return a name without one unchanged.
+
+    pattern  `LAYER` or `EXPERT`
+    """
     # `replace` hits the number only, because the rest of what either pattern matches has no digits.
     return pattern.sub(lambda match: match[0].replace(match[1], str(int(match[1]) + by)), name)
 
@@ -70,7 +73,10 @@ def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "loc
 
     spec  Megatron's layer specs. They change how tensor-parallel ranks cut some tensors (`Row.te_cut`), but no name
 
-    Raises ValueError for an unknown architecture and for missing sizes.
+    hf_config  of the model; it may hold an EAGLE-3 drafter's config.json under `DRAFTER`
+
+    Raises ValueError for an unknown architecture and for missing sizes, CheckpointError for an EAGLE-3 drafter's
+    config.json that cannot be used.
     """
     return NameTable(hf_config, spec)
 
@@ -78,8 +84,8 @@ def name_table(hf_config: Mapping[str, Any], spec: Literal["local", "te"] = "loc
 def drafter_names(hf_config: Mapping[str, Any]) -> frozenset[str]:
     """Return the Hugging Face names of the tensors of a model's drafter: an EAGLE-3 drafter, or one MTP layer.
 
-    One, because training uses the first MTP layer only (`train/shards.py`), whatever config.json says.
-    `NameTable.drafter_names` has those of all MTP layers that config.json states.
+    One MTP layer, even if config.json states none or several: training uses the first one only (`train/shards.py`).
+    `NameTable.drafter_names` has the names of all MTP layers that config.json states.
     """
     layers = 0 if DRAFTER in hf_config else 1
     return frozenset(name_table({**hf_config, "num_nextn_predict_layers": layers}).drafter_names)
@@ -91,7 +97,7 @@ class NameTable:
     name      the architecture
     spec      "local" or "te", as for `name_table`
     geometry  sizes of the model
-    rows      by canonical Megatron name
+    rows      by canonical Megatron name, in the order of the family's function. All callers share it: do not change it
     by_hf     the same rows by each of their Hugging Face names; `Row.copies` are not among them
 
     If config.json has an EAGLE-3 drafter's under `DRAFTER`, the drafter's rows are here, too, behind `PREFIX`. A model
@@ -135,18 +141,24 @@ class NameTable:
         yield from zip(row.hf, row.layout.split(full), strict=True)
 
     def shard(self, megatron_name: str, full: Tensor, rank: int, size: int) -> Tensor:
-        """Cut a tensor-parallel rank's part out of a full Megatron tensor. Raises ValueError if `size` does not fit."""
+        """Cut the part of `rank` of `size` tensor-parallel ranks out of a full Megatron tensor. It may be a view.
+
+        Raises ValueError if `size` does not fit, or the model has no such tensor.
+        """
         try:
             return self._cut(megatron_name).shard(full, rank, size)
         except ValueError as error:
             raise ValueError(f"{megatron_name}, tensor parallel size {size}: {error}") from None
 
     def unshard(self, megatron_name: str, shards: Sequence[Tensor]) -> Tensor:
-        """Join all tensor-parallel ranks' parts, given in rank order, to the full Megatron tensor."""
+        """Join all tensor-parallel ranks' parts, given in rank order, to the full Megatron tensor.
+
+        The result may be the first part itself, not a copy. Padding of the vocabulary stays (`to_hf` removes it).
+        """
         return self._cut(megatron_name).unshard(shards)
 
     def te_name(self, name: str) -> str:
-        """Return Transformer Engine's name of a norm by its canonical one: there it is a part of the layer behind it.
+        """Return Transformer Engine's name of a norm by its canonical one: there the next linear layer holds the norm.
 
         Norms of blocks without that linear layer are returned unchanged, and all other names, those of experts too.
         """
@@ -167,14 +179,14 @@ class NameTable:
 
     @cached_property
     def drafter_names(self) -> tuple[str, ...]:
-        """Hugging Face names of the drafter's own tensors; () if config.json names no drafter."""
+        """Hugging Face names of the drafter's own tensors, ordered as `rows`; () if config.json names no drafter."""
         return tuple(
             hf for row in self.rows.values() if self.is_drafter(row.megatron) for hf in row.hf
         )
 
     @cached_property
     def experts(self) -> int:
-        """Routed experts of a layer; 0 in a dense model."""
+        """Number of routed experts of a layer that has some; 0 in a dense model."""
         numbers = [int(found[1]) for name in self.rows if (found := EXPERT.search(name))]
         return max(numbers, default=-1) + 1
 

@@ -1,6 +1,7 @@
 """Frequencies of rotary embeddings, plain and scaled. Trainer and embedded engine both take them from here.
 
-Transformers computes the scaled ones (`ROPE_INIT_FUNCTIONS`). `models/config.py` checks the settings.
+The frequencies must be equal on both sides, or log-probs of engine and trainer differ. Transformers computes those of
+scaled embeddings (`ROPE_INIT_FUNCTIONS`). `models/config.py` checks the settings before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Keys beside those of the scaling. By `partial_rotary_factor` the caller rotates fewer channels (`dims`).
+# Keys that are not part of the scaling. With `partial_rotary_factor` callers pass fewer channels (`dims`).
 _NOT_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 
 
@@ -49,22 +50,25 @@ class Rope:
     def mscale(self) -> float:
         """Return `mscale_all_dim` of latent attention; 0: not stated.
 
-        Its scores are multiplied by (0.1 · mscale · ln factor + 1)², cosine and sine by nothing.
+        Scores of latent attention are multiplied by (0.1 · mscale · ln factor + 1)², its cosine and sine by nothing.
         """
         return float(dict(self.settings).get("mscale_all_dim") or 0)
 
     @property
     def magnitude(self) -> float:
-        """Return the factor on cosine and sine. YaRN thereby makes attention sharper, as its contexts are longer."""
+        """Return the factor by which the caller multiplies cosine and sine; 1 for the plain embedding.
+
+        With YaRN it makes attention sharper, because contexts are longer.
+        """
         if self.kind == "default":
             return 1.0
-        # Any number of channels gives the same factor; 2 is the smallest that has a frequency.
+        # The factor does not depend on the number of channels; 2 is the smallest one that has a frequency.
         return self._scaled(2, "cpu")[1]
 
     def frequencies(self, dims: int, device: torch.device | str = "cpu") -> Tensor:
         """Return the radians per position in each of `dims / 2` planes, `[dims / 2]` float32.
 
-        dims  channels of a head that are rotated
+        dims  channels of a head that are rotated, an even number
         """
         if self.kind == "default":
             exponent = torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims
@@ -73,7 +77,7 @@ class Rope:
 
     def _scaled(self, dims: int, device: torch.device | str) -> tuple[Tensor, float]:
         """Return frequencies `[dims / 2]` and the factor on cosine and sine, by Transformers' function."""
-        # Imported here: it takes seconds, and most models do not need it.
+        # Imported only now: the import takes seconds, and most models do not need it.
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -92,7 +96,10 @@ class Rope:
 
 
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the rotary embedding, under the names of Transformers 4 or 5."""
+    """Return the settings of the rotary embedding: `rope_scaling` (Transformers 4) with `rope_parameters` (5) over it.
+
+    {} for a plain embedding. `Trained.rope` in `models/config.py` joins them in the same way.
+    """
     return {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
 
 

@@ -1,8 +1,8 @@
 """The rows that families share: the tensors of a layer's parts, by Megatron's names and Hugging Face's.
 
-`families.py` calls `outer` once a model, and the others once a layer. Their arguments `megatron` and `hf` are the
-prefixes of a layer's names, each with a dot at its end. A row's name must be the one of Megatron's local layer specs:
-`names.py` turns all other names into it, and finds rows by it.
+`families.py` calls `outer` once a model, and the other functions once a layer. The arguments `megatron` and `hf` of
+these are the prefixes of the names in that layer or part, each with a dot at its end. A row's Megatron name must be
+that of Megatron's local layer specs: `names.py` turns all other names into it, and finds rows by it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from megatron_rlspec.models.layouts import (
 class Row:
     """One Megatron tensor and its Hugging Face tensors.
 
-    Every Megatron name and every name in `hf` must be in one row of a model only: `NameTable` keeps the last one.
+    Every Megatron name and every name in `hf` must be in one row of a model only: `NameTable` keeps the last row,
+    without an error.
 
-    megatron    its canonical name (local layer specs)
+    megatron    the canonical name of the Megatron tensor (local layer specs)
     hf          the Hugging Face names of its parts, in the order that `layout` expects
-    layout      how the parts form the full tensor
+    layout      how the parts form the full Megatron tensor
     cut         how tensor-parallel ranks cut the full tensor
-    vocabulary  its rows are tokens. Megatron may pad them, and `NameTable.to_hf` removes the padding
-    te_cut      how Transformer Engine's layers cut it, if differently
+    vocabulary  the tensor has a row for each token. Megatron may pad these, and `NameTable.to_hf` removes the padding
+    te_cut      how Transformer Engine's layers cut the full tensor; None: by `cut`, too
     copies      further Hugging Face names under which checkpoints repeat hf[0]. Conversions write them, pushes and
                 readers do not use them
     """
@@ -52,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes in a config.json that all families have.
+    """Sizes in a config.json that all families have. They are not checked (`models/config.py` does).
 
     layers      of the target, without MTP layers
     mtp_layers  of the drafter; 0: no drafter, or an EAGLE-3 drafter
@@ -100,7 +101,8 @@ def need(config: Mapping[str, Any], key: str) -> Any:
 def outer(g: Geometry, mtp_copies: bool = False) -> Iterator[Row]:
     """Yield the rows outside of all layers: embedding, final norm and, unless it is tied, head.
 
-    mtp_copies  the checkpoint repeats embedding and head in each of the drafter's layers, behind the target's layers
+    mtp_copies  the checkpoint repeats embedding and head in each of the drafter's layers, which it numbers behind the
+                target's (`Row.copies`)
     """
     prefixes = [f"model.layers.{g.layers + n}." for n in range(g.mtp_layers)] if mtp_copies else []
     yield Row(
@@ -210,7 +212,7 @@ def experts(
 ) -> Iterator[Row]:
     """Yield the router and all `count` routed experts of a layer, and with `shared` its shared experts.
 
-    The number of an expert counts over the whole model; a rank's own modules count from 0 (`names.later`).
+    Experts are numbered over all expert-parallel ranks; the modules of one rank count from 0 (`names.later`).
     """
     yield Row(f"{megatron}router.weight", (f"{hf}gate.weight",))
     if router_bias:
@@ -228,7 +230,7 @@ def mtp_layer(
 
     names   the checkpoint's names, without `.weight`, in this order: norm of the embedding, norm of the hidden state,
             input projection, final norm
-    block   the rows of its decoder layer
+    block   the rows of its decoder layer, with their names complete
     layout  of the input projection [H, 2H]: `SWAP_HALVES` if the checkpoint's order is hidden state, embedding.
             Megatron's is embedding, hidden state
     """

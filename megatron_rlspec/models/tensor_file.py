@@ -33,9 +33,9 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def checksum(tensor: Tensor) -> str:
-    """Compute the checksum of dtype, shape and every bit, such as "float32[2,3]:00f3…".
+    """Compute the checksum of dtype, shape and every bit, such as "float32[2,3]:00f3…", which ends in 16 hex digits.
 
-    Files hold it, so it must not change: a file with a checksum of another form counts as damaged.
+    Files hold it, so neither its form nor `push/fingerprint.py` may change: older files would count as damaged.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}[{','.join(map(str, tensor.shape))}]:{fingerprint(tensor):016x}"
@@ -47,12 +47,14 @@ def save(
     """Write one safetensors file, whole or not at all, with a checksum of every tensor. Raises OSError.
 
     tensors  by name, contiguous. They must not share storage
-    notes    further metadata of the file, returned in `TensorFile.notes`; neither "format" nor `CHECKSUMS`
+    notes    further metadata of the file, returned in `TensorFile.notes`. The keys "format" and `CHECKSUMS` are taken:
+             a note of that name would replace what a reader needs
     """
     checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
     with files.replacing(path) as partial:
         try:
-            # safetensors lets only the owner read its files. So take the mode that the umask gives, and set it again.
+            # safetensors lets only the owner read its files. So the mode that the umask gives is noted, and set again
+            # below.
             partial.touch()
             mode = stat.S_IMODE(partial.stat().st_mode)
             save_file(
@@ -71,7 +73,8 @@ def save(
 def _sort_metadata(path: Path) -> None:
     """Give equal contents equal bytes: safetensors writes a file's metadata in the random order of a hash map.
 
-    The header is written again in place, so it must keep its length: 8 bytes of length, JSON, spaces up to that length.
+    A file begins with 8 bytes, the header's length, then the header: JSON, and spaces up to that length. The header is
+    written again in place, so its length must stay.
     """
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -85,7 +88,9 @@ def _sort_metadata(path: Path) -> None:
 
 
 class ByName(Mapping[str, Tensor]):
-    """Tensors by name, each of which is read or made on access, every time anew. Looking for a name reads nothing.
+    """Base class of mappings from names to tensors that are read or made on access, every time anew.
+
+    Looking for a name, iteration over names and `len` read nothing; `items()` and `values()` read every tensor.
 
     names  set by the subclass, which also has `__getitem__`
     """
@@ -105,10 +110,12 @@ class ByName(Mapping[str, Tensor]):
 class TensorFile(ByName):
     """Map names to tensors of one safetensors file. Every access reads and checks one. Close it, or use `with`.
 
-    notes  the file's metadata, `CHECKSUMS` among it
+    path   of the file
+    notes  the file's metadata, with the checksums under `CHECKSUMS` if it has some
 
-    Raises CheckpointError for a file that is missing, no file, damaged or not safetensors, and for a tensor whose
-    bits are not those that were written. Files without checksums are read unchecked.
+    Raises CheckpointError for a path that is missing, no file, damaged or not safetensors, and for a tensor whose bits
+    are not those that were written. Files without checksums are read unchecked. A name that is missing is a
+    CheckpointError, too, and no KeyError: `get` raises it, so use `in` first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +125,7 @@ class TensorFile(ByName):
         self.notes: Mapping[str, str] = metadata
         self.names = tuple(self._file.keys())
         self._checksums = _checksums(path, metadata.get(CHECKSUMS))
-        # A file of another writer has no checksums. In one of ours every tensor has one.
+        # A file of another writer has no checksums. In a file of `save` every tensor has one.
         unmatched = sorted(self._checksums.keys() ^ set(self.names)) if self._checksums else []
         if unmatched:
             raise CheckpointError(

@@ -4,9 +4,10 @@ The tensors' bytes follow one another, in the order of `Bucket.names`. In `heade
 first (https://huggingface.co/docs/safetensors: 8 bytes of its length, then JSON), so that a bucket is the body of an
 HTTP request.
 
-The other side is in the engines. `rollout/sglang/bucket_checks.py` reads a bucket with a header. For one without,
-`Bucket.described` travels in a request beside it (`client/transport.py`), and the engine cuts it up by that:
-`unpacked` does where the engine opened the trainer's GPU memory, SGLang's own code after a broadcast.
+The other side is in the engines, and must change with this file. `rollout/sglang/bucket_checks.py` reads a bucket with
+a header. A bucket without one is described by a request beside it (`Bucket.described`, sent by `client/transport.py`),
+and the engine cuts it up by the description: by `unpacked` where it opened the trainer's GPU memory, by SGLang's own
+code after a broadcast.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor
 Named = tuple[str, Tensor]
 
 _ATTENTION = ".self_attn."  # in the Hugging Face names of all families (`models/families.py`)
-# Bytes of the widest number: the data begin at a multiple of it. The field for the header's length has as many.
+# 8 bytes: those of the widest number type, at a multiple of which the data begin; and those of safetensors' field for
+# the header's length.
 _ALIGNED = 8
 # safetensors' names of number types. Engines refuse tensors of other types (`DTYPES` of `bucket_checks.py`).
 _DTYPE_NAMES = {
@@ -34,7 +36,9 @@ _DTYPE_NAMES = {
 
 
 def bucket_bytes(memory: Memory | None = None) -> int:
-    """Return about how many bytes one bucket in this memory should have. None: no memory, tensors are not copied.
+    """Return about how many bytes one bucket in this memory should have.
+
+    memory  None: the engine takes tensors without a copy
 
     Without a GPU buckets are small, because the system takes time to fill new pages on both sides. With a GPU they are
     larger, because every request takes a fixed time. In CPU memory they have 512 MiB: engines take them through shared
@@ -120,22 +124,23 @@ class Memory:
         self._pieces: list[Tensor] = []  # at most two; the last one was used last
 
     def turn(self, needed: int) -> Tensor:
-        """Return the piece that was not used last, uint8 of at least `needed` bytes, with any content.
+        """Return the piece that was not used last, or a new one: uint8 of at least `needed` bytes, with any content.
 
-        The caller overwrites it, so the last bucket but one must have arrived everywhere; `Update.send` waits for that.
+        The caller overwrites the piece, in which the last bucket but one lay. So that bucket must have arrived
+        everywhere; `Update.send` waits for it.
         """
         piece: Tensor | None = None
         if len(self._pieces) == 2:
             piece = self._pieces.pop(0)
         if piece is None or piece.numel() < needed:
-            # Frees a piece that is too small first: both together may not fit into memory.
+            # Frees a piece that is too small before the new one is made: both may not fit into memory together.
             piece = None
             piece = self._make(needed)
         self._pieces.append(piece)
         return piece
 
     def close(self) -> None:
-        """End a push: give GPU memory back. The memory can be used again."""
+        """End a push: give GPU memory back. No bucket in it may still travel. `turn` may be called again afterwards."""
         if self.device.type != "cpu":
             self._pieces.clear()
 
@@ -147,15 +152,17 @@ class Memory:
 class Bucket:
     """Tensors under the names of their Hugging Face checkpoint, those of the widest numbers first; each name once.
 
-    With a `memory` it lasts until the next bucket but one is packed there (`Memory.turn`).
+    With a `memory` a bucket lasts until the next bucket but one is packed there (`Memory.turn`).
 
     memory  the tensors are copied into a piece of it, and `tensors` is empty afterwards. None: nothing is copied, and
-            `tensors` holds them, for an engine in this process
+            `tensors` holds them, for an engine in this process: `file` and `data` may not be called
+    names, dtypes, shapes  of the tensors, in the order of their bytes, which need not be that of the argument
+    bytes   of all tensors, without a header
     """
 
     def __init__(self, tensors: Sequence[Named], memory: Memory | None = None) -> None:
-        # Without padding between tensors, each one then begins at a multiple of its numbers' size. A view of the bytes
-        # in its own number type needs that.
+        # Widest numbers first: then each tensor begins at a multiple of its numbers' size without padding between
+        # tensors. A view of the bytes in the tensor's number type needs that.
         self.tensors = sorted(tensors, key=lambda named: -named[1].element_size())
         self.names = [name for name, _ in self.tensors]
         self.dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in self.tensors]
@@ -169,7 +176,7 @@ class Bucket:
 
     def _pack(self, memory: Memory) -> None:
         """Copy the tensors into a piece of `memory`. Returns before a copy from a GPU has ended."""
-        header = self._header() if memory.headed else b""  # before `tensors` is emptied below
+        header = self._header() if memory.headed else b""  # reads `tensors`, which is emptied below
         self._header_bytes = len(header)
         self._piece = memory.turn(self._header_bytes + self.bytes)
         if header:
@@ -180,7 +187,8 @@ class Bucket:
             part.view(tensor.dtype).view(tensor.shape)
             for part, tensor in zip(parts, tensors, strict=True)
         ]
-        # Copies from a GPU run while the exporter makes the next tensors; `_packed` waits for them by the event.
+        # `places` are views of the piece. Copies from a GPU run while the exporter makes the next tensors; `_packed`
+        # waits for them by the event.
         torch._foreach_copy_(places, tensors, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors):
             self._copied = torch.cuda.Event()
@@ -208,12 +216,15 @@ class Bucket:
         return self._piece
 
     def _header(self) -> bytes:
-        """Return the header of a safetensors file, padded so that the data begin at a multiple of 8 bytes."""
+        """Return the first bytes of a safetensors file: the length of the JSON (8 bytes), then the JSON.
+
+        The JSON is padded, so that the data begin at a multiple of 8 bytes. Its offsets count from there.
+        """
         entries = {}
         offset = 0
         for name, tensor in self.tensors:
             place = [offset, offset + tensor.nbytes]
-            # An unknown type is named all the same, so that the engine's refusal names it.
+            # A type that engines refuse is written, too: then their message names it.
             kind = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
             entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": place}
             offset += tensor.nbytes

@@ -4,8 +4,8 @@ Fingerprints compare bits. They cannot detect a wrong exporter (swapped halves, 
 order), because the engine then holds exactly what the exporter sent. But the engine then computes something else, so
 it accepts fewer drafts.
 
-Thresholds and the findings are in `detectors.py`. `health.py` runs the canary in our own loop,
-`integrations/slime/speculation.py` inside slime.
+A canary's accept length is compared with a floor: the threshold and the findings are in `detectors.py`. `health.py`
+runs the canary for our own loop and `CoTrainer`, `integrations/slime/speculation.py` inside slime.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class CanaryResult:
     """The result of one engine's canary.
 
     findings  () if the answers are good, or if there are none (then `error` says why)
-    accepted  [num_steps + 1] rounds that accepted 0, 1, ... drafts; empty if the engine does not speculate or failed
+    accepted  [num_steps + 1] rounds that accepted 0, 1, ... drafts; empty if the run does not speculate or the engine
+              failed
     error     why the engine did not answer; "" if it did
     """
 
@@ -40,12 +41,15 @@ class CanaryResult:
 
     @property
     def accept_length(self) -> float:
-        """Return tokens per round, the target's own token included; NaN without rounds."""
+        """Return tokens per round, the target's own token included; NaN without rounds or if `accepted` is empty."""
         return accept_length(self.accepted)
 
 
 def canary_metrics(results: Iterable[CanaryResult], seconds: float) -> dict[str, float]:
-    """Return `health/canary_*`: seconds that canaries took, and tokens per round over all engines, if any drafted."""
+    """Return `health/canary_*`: seconds that canaries took; and tokens per round over all engines, if there are rounds.
+
+    seconds  of these canaries together, as a difference of `Canary.seconds`
+    """
     metrics = {"health/canary_seconds": seconds}
     total = pooled(result.accepted for result in results)
     if any(total):
@@ -54,22 +58,26 @@ def canary_metrics(results: Iterable[CanaryResult], seconds: float) -> dict[str,
 
 
 class Canary:
-    """Runs canaries on engines, says when one is due, and keeps the accept length of each engine's last good one.
+    """Runs canaries on engines, says when one is due, and keeps the accept length of each engine's last good canary.
 
-    seconds  duration of all canaries together; callers take differences
+    seconds  duration of all calls of `run` together; callers take differences
+
+    Not thread-safe: one thread calls `run`, which has threads of its own.
     """
 
     def __init__(self, settings: HealthSettings) -> None:
         self.settings = settings
-        self._runs = 0
+        self._runs = 0  # calls of `run` with engines
         self.seconds = 0.0
-        self._began = time.perf_counter()  # when the first one began
-        self._last_good: dict[
-            str, float
-        ] = {}  # accept length of the last good canary, by the engine's name
+        self._began = time.perf_counter()  # when the first of them began
+        # accept length of the last good canary, by the engine's name
+        self._last_good: dict[str, float] = {}
 
     def due(self) -> bool:
-        """Return whether the next canary may run: by `canary_first`, or by `canary_share` of `HealthSettings`."""
+        """Return whether a canary may run now, by `canary_first` or `canary_share` of `HealthSettings`.
+
+        `run` does not ask this: its caller decides.
+        """
         if self._runs < self.settings.canary_first:
             return True
         return self.seconds <= self.settings.canary_share * (time.perf_counter() - self._began)
@@ -91,10 +99,11 @@ class Canary:
         expected  accept length that the rounds of whole answers have under `chain`; None: unknown. The floor comes
                   from the lower one of `expected` and the engine's last good canary, because acceptance on the first
                   tokens of answers differs from acceptance on the rest
+        prompts   not empty: with a `chain`, a canary without a verified round is a finding
+        sampling  of the rollouts; answers are cut to `canary_tokens`
 
         With a `chain`, the engines still run it afterwards, and none of them is held. The caller must then set their
         rule, or hold them, again. An engine that fails has an `error` in its result; nothing is raised for it.
-        `prompts` must not be empty: with a `chain`, a canary without a verified round fails.
         """
         if not engines:
             return {}
@@ -142,7 +151,7 @@ class Canary:
             findings.append(stamp)
         if chain is None:
             return CanaryResult(tuple(findings))
-        # The row of zeros makes the histogram at least this long, and the slice makes it no longer.
+        # The row of zeros makes the histogram at least `length` long, and the slice makes it no longer.
         length = chain.num_steps + 1
         counts = pooled([[0] * length, *(sample.accepted for sample in samples)])
         accepted = tuple(counts[:length].tolist())
@@ -166,14 +175,17 @@ def _generate(
     """Return one engine's answers to the prompts. Raises EngineError."""
     requests = []
     for i, prompt in enumerate(prompts):
-        # Fixed widths, because no id may be the prefix of another: SGLang aborts all requests whose id begins with the
-        # given one. Seeds differ between versions, so that later pushes do not repeat the same texts. The second canary
-        # of a push has the ids and seeds of the first, which has ended.
+        # Numbers of fixed width, because no id may be the prefix of another: SGLang aborts all requests whose id begins
+        # with the given one. Seeds differ between versions, so that later pushes do not repeat the same texts. The
+        # second canary of a push has the ids and seeds of the first one, which has ended.
         request_id = f"canary-{version:08d}-{i:04d}"
         requests.append(Request(request_id, prompt, seed=version * len(prompts) + i))
     if chain is not None:
-        engine.release()  # a held engine only stores the configuration, and drafts nothing
+        # before `set_config`: a held engine would only store the configuration, and draft nothing
+        engine.release()
         engine.set_config(chain)
     samples = engine.generate(requests, sampling)
-    engine.stats()  # drops the canary's rounds: the speculation rule must learn from rollouts only
+    # Drops the canary's rounds: the speculation rule must learn from rollouts only. Rounds of a rollout that nobody has
+    # read are lost, too.
+    engine.stats()
     return samples

@@ -1,11 +1,11 @@
 """The push contract: what to do if an engine holds wrong weights after a push, or computes wrong results.
 
-    examine ─► finding ─► hold speculation ─► push again ─► examine ─┬─► speculate
+    examine ─► finding ─► hold speculation ─► push again ─► examine ─┬─► speculate: no finding is left
        └─► no finding ─► speculate                                   ├─► plain: the drafter may be wrong
                                                                      └─► drop: the target may be wrong
 
-This file decides and formats; `health.py` pushes, examines, and carries the decisions out. To "hold" an engine means to
-disable its speculation until `release`.
+This file decides (`judge`) and formats; `health.py` pushes, examines, and carries the decisions out. To "hold" an
+engine means to disable its speculation until `release`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Verdict:
     """The outcome of a push, as `judge` returns it.
 
     actions  by the engine's name, for every engine that was pushed to
-    records  one for each engine with a finding after either push, for the log (`event` "health") and for `summary`
+    records  one for each engine with a finding after either push, for the log (`event` "health") and for `summary`;
+             the keys are in `judge`
     """
 
     actions: Mapping[str, Action]
@@ -59,10 +60,11 @@ def judge(version: int, first: Findings, second: Findings) -> Verdict:
     """Choose an action for every engine.
 
     first   findings after the push of `version`; the names of all engines, those without findings included
-    second  findings after a second push of all tensors. It went to the engines with a finding, perhaps to others, too
+    second  findings after a second push of all tensors, which went to the engines with a finding, perhaps to others,
+            too; {}: there was none
 
     Only `second` decides. An engine that is not in `second` speculates, so every engine with a finding in `first` must
-    be in it.
+    be in `second`, with an empty sequence if it is healthy now.
     """
     actions: dict[str, Action] = {}
     records = []
@@ -106,6 +108,8 @@ def summary(record: Mapping[str, Any]) -> str:
 def hold(engine: RolloutEngine, findings: Sequence[Finding]) -> bool:
     """Disable an engine's speculation until `release`. Returns False if the engine cannot be reached.
 
+    findings  at least one: their messages are the reason, which may not be empty
+
     An engine that cannot be reached goes on speculating, and this is no error: with a stale drafter it is slower, but
     its text is right, because the target verifies every draft.
     """
@@ -118,7 +122,7 @@ def hold(engine: RolloutEngine, findings: Sequence[Finding]) -> bool:
 
 
 def release(engine: RolloutEngine) -> None:
-    """Enable speculation again, if the engine can be reached."""
+    """Enable speculation again. An engine that cannot be reached is logged, and nothing is raised."""
     try:
         engine.release()
     except EngineError as error:

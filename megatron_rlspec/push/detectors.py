@@ -16,8 +16,8 @@ import numpy as np
 from megatron_rlspec.push.fingerprint import Difference
 from megatron_rlspec.types import Sample
 
-# A canary must accept at least this share of the predicted accepted drafts per round. It is below 1, because drafts are
-# accepted at another rate on the first tokens of answers, and a canary has only these.
+# A canary must accept at least this share of the predicted accepted drafts per round. The share is below 1, because
+# drafts are accepted at another rate on the first tokens of answers, and a canary has only these.
 FLOOR_SHARE = 0.5
 # A canary fails only if its mean is more than Z standard errors below the floor. Z is large, because a false alarm
 # costs a second push of all tensors.
@@ -45,7 +45,7 @@ class Finding:
 class HealthSettings:
     """When a canary runs, and how long it is.
 
-    canary_steps   drafts per round of the canary; the engine must be able to draft that many
+    canary_steps   drafts per round of the canary, which the engine must be able to draft; inside slime at most so many
     canary_tokens  the longest answer of a canary, in tokens. Many prompts with short answers take less time than few
                    prompts with long ones
     canary_first   number of canaries at the start of a run that run whatever they cost
@@ -63,10 +63,10 @@ class HealthSettings:
 def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Finding | None:
     """Check that every response token carries a policy version in [oldest, newest], both included.
 
-    Returns the first problem; None also without samples. Call it before training on the samples.
+    Returns the first problem; None also without samples. A sample without response tokens needs no version.
     """
     for sample in samples:
-        # spans (version, first token, last token + 1) of the response, see `types.Sample`
+        # spans (version, first token, last token + 1) of the response, see `types.Sample`; they may not overlap
         spans = sorted(sample.policy_versions, key=lambda span: span[1])
         for version, first, end in spans:
             if not oldest <= version <= newest:
@@ -102,8 +102,8 @@ def canary_finding(accepted: Sequence[int], predicted: float | None) -> Finding 
     predicted  expected accept length: tokens per round, of which 1 is the target's own token. None: any verified round
                is enough
 
-    The floor is FLOOR_SHARE · (predicted - 1) accepted drafts per round. A finding never blames the target: texts do
-    not depend on what is drafted.
+    The floor is FLOOR_SHARE · (predicted - 1) accepted drafts per round. A finding has `target=False`: texts do not
+    depend on what is drafted. So a target that computes wrong logits shows only as a loss of drafts.
     """
     counts = np.asarray(accepted, dtype=np.float64)
     rounds = counts.sum()
@@ -114,8 +114,9 @@ def canary_finding(accepted: Sequence[int], predicted: float | None) -> Finding 
     drafts = np.arange(len(counts))
     mean = float(counts @ drafts / rounds)
     floor = FLOOR_SHARE * (predicted - 1)
-    # If no round accepts a draft, the observed variance is 0, and one round would be enough to fail. So the variance
-    # is at least about that of rounds that accept one draft with probability `floor`: p (1 - p) <= min(p, 1/4).
+    # If no round accepts a draft, the observed variance is 0, and one round would be enough to fail. So at least the
+    # variance of rounds that accept one draft with probability p = `floor` is taken, by its bound
+    # p (1 - p) <= min(p, 1/4).
     variance = max(float(counts @ (drafts - mean) ** 2 / rounds), min(floor, 0.25))
     if mean + Z * math.sqrt(variance / rounds) >= floor:
         return None

@@ -1,13 +1,13 @@
-"""A fingerprint of one tensor's bits: a sum over its 8-byte words, so that those of its shards add up to its own.
+"""A fingerprint of one tensor's bits: a sum over its 8-byte words, so that its shards' fingerprints add up to its own.
 
-With w_i the i-th 8-byte word (the last one filled up with zeros), lo and hi its 4-byte halves, and a and b tables of
-odd pseudo-random numbers:
+`push.py` compares what the trainer sent with what each engine holds. With w_i the i-th 8-byte word (the last one filled
+up with zeros), lo and hi its 4-byte halves, and a and b tables of odd pseudo-random numbers:
 
     fingerprint = Σ_i a(i div R) · b(i mod R) · (hi_i, lo_i xor hi_i)   modulo 2⁶⁴,   R = 65,536
 
 One changed word always changes the sum, since a·b is odd. Any other change is missed with a probability of about 2⁻⁶⁴,
 or 2⁻³² in the worst case, where only topmost bits change. The exclusive-or serves that case: without it two flipped
-signs would cancel. Neither shape nor dtype is part of it, so compare tensors of one shape and dtype only.
+signs would cancel. Neither shape nor dtype is part of the fingerprint, so compare tensors of one shape and dtype only.
 
 The formula is fixed. Trainer and engines compute it in different processes and compare the results, and
 `models/tensor_file.py` stores it in checkpoints as a checksum: after a change of any constant here, older checkpoints
@@ -26,37 +26,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ROW = 1 << 16  # R, in words: half a megabyte, which stays in a core's cache through all passes
+# R, in words: half a megabyte, which stays in a core's cache while it is read, folded and summed
+_ROW = 1 << 16
 # rows that a GPU sums at once, 64 MiB: it bounds the memory for intermediate results
 _ROWS_ON_GPU = 128
 _WORD = 8  # bytes
-# clears the upper half after a shift of int64, which fills it with copies of the sign bit
+# Clears the upper half of a word after a right shift: the shift of int64 fills it with copies of the sign bit.
 _LOW = (1 << 32) - 1
 _MODULUS = 1 << 64
-# `row` is the array of `_folded`. Each thread has its own, because several threads compute fingerprints at once.
+# Its attribute `row` is the array that `_folded` returns. Each thread has its own, because several threads compute
+# fingerprints at once.
 _THREAD = threading.local()
 
 
 def fingerprint(tensor: Tensor, start: int = 0) -> int:
     """Compute an unsigned 64-bit integer from the tensor's bits. -0.0 and 0.0 differ, as do NaNs with different bits.
 
-    start  flat index of the tensor's first element within the full tensor of which it is a shard
+    start  flat index (in elements) of the tensor's first element within the full tensor of which it is a shard
 
-    The fingerprints of contiguous shards add up (modulo 2⁶⁴) to that of the full tensor. Raises ValueError unless the
-    shard starts at a multiple of 8 bytes.
+    The fingerprints of contiguous shards add up (modulo 2⁶⁴) to that of the full tensor; an empty tensor has 0. Raises
+    ValueError unless the shard starts at a multiple of 8 bytes. It waits for a GPU: `fingerprints` waits once for many.
     """
     return from_raw_sums([raw_sum(tensor, start)])[0]
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Compute the fingerprint of each whole tensor. The host waits for a GPU once."""
+    """Compute the fingerprint of each whole tensor, in their order. The host waits for a GPU once."""
     return of_parts((tensor, 0) for tensor in tensors)
 
 
 def of_parts(parts: Iterable[tuple[Tensor, int]]) -> list[int]:
     """Compute the fingerprint of each (tensor, start), with `start` as in `fingerprint`. The host waits for a GPU once.
 
-    Tensors are taken from `parts` one by one, so a generator may make and drop them.
+    Each part gets a number of its own: shards of one tensor are not added up. Tensors are taken from `parts` one by
+    one, so a generator may make and drop them.
     """
     return from_raw_sums([raw_sum(tensor, start) for tensor, start in parts])
 
@@ -76,6 +79,7 @@ def raw_sum(tensor: Tensor, start: int = 0) -> int | Tensor:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = len(data) // _WORD * _WORD
     total = _sum(data[:whole], first)
+    # the last word, filled up with zeros
     rest = data[whole:]
     if len(rest):
         word = data.new_zeros(_WORD)
@@ -87,13 +91,13 @@ def raw_sum(tensor: Tensor, start: int = 0) -> int | Tensor:
 def from_raw_sums(sums: Sequence[int | Tensor]) -> list[int]:
     """Return the fingerprints, in [0, 2⁶⁴), of sums that `raw_sum` returned. The host waits once for all on GPUs."""
     on_device = [value for value in sums if isinstance(value, Tensor)]
-    # Sums of further devices travel to the first one: `tolist` of one stacked tensor is the only wait.
+    # Sums on other devices are copied to the first one's: `tolist` of one stacked tensor is the only wait.
     together = [value.to(on_device[0].device) for value in on_device]
     values = iter(torch.stack(together).tolist() if together else ())
     fingerprints = []
     for value in sums:
         number = next(values) if isinstance(value, Tensor) else value
-        # makes a GPU's signed number unsigned, and reduces a sum of two parts
+        # Makes a GPU's signed number unsigned, and reduces a sum of whole words and the last one.
         fingerprints.append(number % _MODULUS)
     return fingerprints
 
@@ -104,8 +108,8 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
     data   [n] uint8, n a multiple of 8
     first  index of the first word within the full tensor
 
-    On a CPU numpy computes it, because torch takes 1.5 times as long. Both multiply and add modulo 2⁶⁴: numpy in
-    uint64, and torch in int64, whose overflow wraps to the same bits.
+    Words on a CPU are summed by numpy, because torch takes 1.5 times as long. Both multiply and add modulo 2⁶⁴: numpy
+    in uint64, and torch in int64, whose overflow wraps to the same bits.
     """
     if not len(data):
         return 0
@@ -125,9 +129,9 @@ def _sum(data: Tensor, first: int) -> int | Tensor:
     while done < len(words):
         # Rows are those of the full tensor, so a shard's first and last one may be partial.
         row, column = divmod(first + done, _ROW)
-        row %= _ROW  # a has R numbers, and begins anew after R rows
+        row %= _ROW  # the table a has R numbers, and begins anew after R rows
         width = _ROW
-        # whole rows: of the words that are left, at most `at_once`, and not beyond the end of a
+        # The number of whole rows to sum now: of the words that are left, at most `at_once`, and not beyond a's end.
         rows = min((len(words) - done) // _ROW, at_once, _ROW - row)
         if column or not rows:
             # one partial row: up to the end of the row, or of the shard
@@ -165,13 +169,12 @@ def _folded(words: Any) -> Any:
 def _factors(device: torch.device) -> tuple[Any, Any]:
     """Return the factors a and b of the module's formula, [65,536] odd numbers each. a repeats after 32 GiB.
 
-    All calls share them: do not write into them.
-
-    uint64 arrays for the CPU, int64 tensors of the same bits for a GPU.
+    The result is cached and shared by all calls and threads: do not write into it. It has uint64 arrays for the CPU,
+    int64 tensors of the same bits for a GPU.
     """
     index = np.arange(_ROW, dtype=np.uint64)
     odd = np.uint64(1)
-    # The two index ranges do not overlap, so a and b are different numbers.
+    # The two index ranges do not overlap, so a and b are different numbers. 1 << 40 is any number past the first range.
     factors = _splitmix(index + odd) | odd, _splitmix(index + np.uint64(1 << 40)) | odd
     if device.type == "cpu":
         return factors
@@ -195,6 +198,7 @@ class Difference:
     missing    sent, but not held
     extra      held, but not sent
     differing  held with other bits
+    names      all of them
     """
 
     missing: tuple[str, ...] = ()
@@ -237,7 +241,8 @@ def as_delivered(
     delivered  "target" and "drafter" -> name -> fingerprint, as the engine's route `control/delivered` answers
 
     A push gives each loader all tensors, and each loads its own. So a tensor of the drafter counts only if the
-    drafter's loader was given it, and any other tensor only if the target's loader was.
+    drafter's loader was given it, and any other tensor only if the target's loader was. What a loader then did with a
+    tensor is not known.
     """
     joined = {}
     for name, mark in delivered["target"].items():
@@ -250,6 +255,7 @@ def as_delivered(
 
 
 def _first_names(names: tuple[str, ...]) -> str:
+    """Return at most four names, and how many more there are, for one line of a log."""
     text = ", ".join(names[:4])
     if len(names) > 4:
         text += f" and {len(names) - 4} more"

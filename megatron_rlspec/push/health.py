@@ -1,8 +1,9 @@
 """Push, and check every engine: compare fingerprints, run the canary, repair or exclude engines.
 
 `push.py` sends the weights and compares fingerprints, `canary.py` sends prompts to the engines, `detectors.py` turns
-observations into findings, and `contract.py`, which has a picture of the whole, turns findings into actions. Our own
-loop (`run/engines.py`), `CoTrainer` and slime (`integrations/slime/engines.py`) have a `Health`. Rank 0 alone uses it.
+observations into findings, and `contract.py`, whose first lines draw the whole, turns findings into actions. This file
+calls them in order. Our own loop (`run/engines.py`), `CoTrainer` and slime (`integrations/slime/engines.py`) have a
+`Health`. Rank 0 alone uses it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from megatron_rlspec.types import Prompt, Sampling, Scope, SpecConfig
 class HealthReport:
     """The result of `Health.push`.
 
-    pushes          the first push, and the second one if there was one
+    pushes          the first push; behind it the second push, if an engine had a finding after the first
     verdict         what follows for each engine
-    canaries        by the engine's name, the last one of each engine that was asked
-    canary_seconds  duration of all canaries of this push
+    canaries        by the engine's name, the last canary of each engine that ran one
+    canary_seconds  duration of all canaries of this call
     """
 
     pushes: tuple[PushReport, ...]
@@ -49,11 +50,14 @@ class HealthReport:
 class Health:
     """Pushes weights, checks the engines, and repairs them. Not thread-safe.
 
-    pusher      pushes and compares fingerprints. Its `engines` may lose engines during a push, by another thread
+    An engine is held while its speculation is disabled (`contract.hold`).
+
+    pusher      pushes and compares fingerprints. Another thread may remove engines from its `engines` during a push
     is_drafter  returns whether a Hugging Face name is a tensor of the drafter. If only such tensors differ, the target
                 is sound
-    speculate   sets the run's own rule or configuration on an engine, after canaries and repairs: (name, engine). None
-                in a run without speculation: the canary then checks version stamps only, and nothing is held
+    speculate   called with (name, engine) after canaries and repairs: sets the run's own rule or configuration on the
+                engine, because a canary replaces it. None in a run without speculation: the canary then checks version
+                stamps only, and no engine is held
     canary      prompts that every engine answers after a push, under the rollouts' `sampling`. Without prompts no
                 canary runs: only the push's own errors and the fingerprints count
     incident    called with each of `Verdict.records`, before `push` raises an error because of it
@@ -77,8 +81,8 @@ class Health:
         self.settings = settings or HealthSettings()
         self.incident = incident
         self._canary = Canary(self.settings)
-        # Names of engines that must pass a canary, if there are prompts, before they speculate: those whose speculation
-        # was disabled, and new ones.
+        # Names of engines that must pass a canary, if there are prompts, before they speculate: those that were held,
+        # and new engines (`join`).
         self._held: set[str] = set()
 
     def push(
@@ -89,14 +93,14 @@ class Health:
         predicted: float | None = None,
         suspicious: bool = False,
     ) -> HealthReport:
-        """Push one version and check every engine.
+        """Push one version, check every engine, and push a second time to those with a finding.
 
         version     the version stamp of every token that is sampled under these weights
-        source      as for `Pusher.push`; called again for a second push
+        source      as for `Pusher.push`; called again for a second push, so it must yield the same tensors twice
         predicted   accept length under `settings.canary_steps` steps, as `expected` of `Canary.run`
         suspicious  run a canary even if canaries have used up their share of the time
 
-        Engines with the action "drop" are not removed here: the caller must keep samples from them. Raises HealthError
+        Engines with the action "drop" are not removed here: the caller must give them no requests. Raises HealthError
         if no engine may serve, and PushError as `Pusher.push` does.
         """
         seconds_before = self._canary.seconds
@@ -111,18 +115,18 @@ class Health:
         second: dict[str, list[Finding]] = {}
         doubted = [name for name, findings in first.items() if findings]
         if doubted:
-            # before the second push: if it raises, these engines stay without drafts
+            # Held before the second push: if that raises, these engines stay without drafts.
             for name in doubted:
                 self._hold(name, first[name])
-            # all tensors, also after a push of the drafter alone: any of them may be wrong
+            # All tensors, also after a push of the drafter alone: any tensor may be wrong.
             pushes.append(self.pusher.push(version, source, "all", only=doubted))
             second = self._compare(pushes[-1])
             self._ask(second, version, predicted, canaries)
         verdict = judge(version, first, second)
-        # Held a second time, because a canary releases the engine that it asks.
+        # Held a second time: the second canary released these engines. Engines to drop get no requests, held or not.
         for name in verdict.engines("plain"):
             self._hold(name, second[name])
-        # The log comes before `_refuse`, which may end the run.
+        # The records are logged before `_refuse`, which may end the run.
         for record in verdict.records:
             self.incident(record)
         for name in verdict.engines("speculate"):
@@ -134,7 +138,8 @@ class Health:
     def join(self, name: str) -> None:
         """Say that a new engine has this name. The next push sends it all tensors, and every engine runs a canary.
 
-        The caller has put the engine into `pusher.engines` before the next push, which else forgets the name again.
+        Not during a push. The caller must put the engine into `pusher.engines` before the next push, which otherwise
+        forgets the name again.
         """
         self.pusher.forget(name)
         self._canary.forget(name)
@@ -145,6 +150,7 @@ class Health:
         findings: dict[str, list[Finding]] = {}
         for name, engine in report.engines.items():
             if engine.error:
+                # A push that failed leaves the weights of the target unknown.
                 finding: Finding | None = Finding("session", engine.error, target=True)
             else:
                 finding = fingerprint_finding(engine.difference, self.is_drafter)
@@ -158,7 +164,11 @@ class Health:
         predicted: float | None,
         canaries: dict[str, CanaryResult],
     ) -> None:
-        """Run the canary of every engine in `findings` without a finding. Adds the results to both dictionaries."""
+        """Run the canary of every engine in `findings` that has no finding.
+
+        Changes both dictionaries: new findings are added to `findings`, results to `canaries`. Without prompts it does
+        nothing.
+        """
         if not self.prompts:
             return
         engines = dict(self.pusher.engines)  # a copy: another thread may remove an engine
@@ -179,7 +189,7 @@ class Health:
         canaries.update(results)
 
     def _hold(self, name: str, findings: Sequence[Finding]) -> None:
-        """Disable the speculation of an engine, and remember it."""
+        """Disable the speculation of an engine, and remember its name, also if it cannot be reached."""
         engine = self.pusher.engines.get(name)
         # a run without speculation, or an engine that another thread has removed
         if self.speculate is None or engine is None:
@@ -192,10 +202,10 @@ class Health:
     def _resume(self, name: str, canary: CanaryResult | None) -> None:
         """Let an engine speculate by the run's rule or configuration, which `speculate` sets.
 
-        Called for every engine with this action after every push: a canary has set a chain of its own, a hold may be
-        on, or the trainer has a newer rule.
+        Called after every push for every engine with the action "speculate": a canary may have set a configuration of
+        its own, the engine may be held, or the trainer may have a newer rule.
 
-        canary  of this push, without findings; None: none ran
+        canary  the engine's canary of this push, without findings; None: none ran
         """
         if canary is not None:
             self._canary.remember(name, canary)
@@ -207,7 +217,7 @@ class Health:
 
 
 def _refuse(verdict: Verdict) -> None:
-    """Raise HealthError with all findings if every engine has the action "drop"."""
+    """Raise HealthError, with all findings after the second push, if no engine has another action than "drop"."""
     if any(action != "drop" for action in verdict.actions.values()):
         return
     lasting = []

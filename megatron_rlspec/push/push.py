@@ -4,15 +4,16 @@
                                             │                                              │
                                       what is expected  ◄────── compare ─────  engine.fingerprints
 
-`source` is `Trainer.export`: full tensors of policy and drafter under Hugging Face names (`train/shards.py`).
-Fingerprints and finite checks run where the tensors are, and are read once per bucket. A bucket is copied once, into
-one of two pieces of memory, and all engines take it at once (`update.py`), by one call where they share a process
-group. Meanwhile the exporter makes the next bucket, which leaves when every engine has the one before.
+`source` is the exporter, such as `Trainer.export`: full tensors of policy and drafter under Hugging Face names
+(`train/shards.py`). Fingerprints and finite checks run where the tensors are; their results are read once per bucket. A
+bucket is copied once, into one of two pieces of memory, and all engines take it at once (`update.py`), by one call
+where they share a process group. Meanwhile the exporter makes the next bucket, which is sent when every engine has the
+bucket before it.
 
 Only rank 0 pushes. The exporter is a collective call of all ranks (`exporting`): rank 0 reads it to its end even if
 every engine fails, since the other ranks would wait for ever. An engine that fails leaves the push, and the others go
-on. After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed` and serves nothing until
-a later push succeeds. `contract.py` decides what follows.
+on. After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed`. `health.py` calls
+`Pusher.push`; `contract.py` decides what follows for an engine that failed.
 """
 
 from __future__ import annotations
@@ -71,12 +72,14 @@ class EngineReport:
 class PushReport:
     """One push.
 
-    scope                what was sent, which is more than the caller asked for if an engine lacked other tensors
+    version              the stamp that engines put on tokens under these weights
+    scope                what was sent: "all", also if the caller asked for less and an engine was not shown to hold the
+                         rest
     seconds              from the call of `Pusher.push` to the end of the comparison
     total_bytes          of the tensors, counted once
     tensors              their number
-    fingerprint_seconds  that the trainer took for fingerprints and finite checks
-    verify_seconds       that the slowest engine took for its fingerprints
+    fingerprint_seconds  time of this process for fingerprints and finite checks
+    verify_seconds       time until the slowest engine had answered with its fingerprints, and all were compared
     engines              by name, every engine that was pushed to
     """
 
@@ -110,7 +113,8 @@ class PushReport:
 class Pusher:
     """Push to engines, and remember what was sent, and which engines were shown to hold it. Not thread-safe.
 
-    engines   by name: `EnginePool.engines`, from which another thread may remove an engine during a push
+    engines   by name, such as `EnginePool.engines`. The mapping is shared: another thread may remove an engine during a
+              push, and a new engine gets its first push once it is there
     frozen    Hugging Face names of tensors that no push sends because they are not trained. Engines may hold them
     expected  name -> fingerprint of the newest tensors that were sent: what every engine should hold
 
@@ -141,8 +145,9 @@ class Pusher:
                  engine holds what was sent before. So the first push of an engine, and one after a failure, sends all
         only     names of the engines to push to; those that have left are skipped. None: all
 
-        An engine that fails is in `PushReport.failed`, and nothing is raised for it. Raises PushError if the exporter
-        yields no tensor, a name twice, NaN or infinity; the engines then serve nothing until a later push.
+        An engine that fails is in `PushReport.failed`, and nothing is raised for it; if its update failed, it serves
+        nothing until a later push succeeds. Raises PushError if the exporter yields no tensor, a name twice, NaN or
+        infinity: then `expected` stays, and the engines serve nothing until a later push.
         """
         began = time.perf_counter()
         # A copy, because another thread may remove an engine during the push.
@@ -151,7 +156,8 @@ class Pusher:
             engines = {name: engine for name, engine in engines.items() if name in only}
         if not self._proven.issuperset(engines):
             scope = "all"
-        # From now on an engine may hold a part of the push. So it stays unproven if anything below raises.
+        # From now on an engine may hold a part of the push. If anything below raises, it stays unproven, and the next
+        # push sends it all tensors.
         self._proven.difference_update(engines)
         with Update(engines, version, scope) as update:
             sent, total_bytes, fingerprint_seconds = _stream(source(scope), update)
@@ -159,13 +165,13 @@ class Pusher:
         for error in update.errors.values():
             if not isinstance(error, EngineError):
                 raise error
-        # A push of one part leaves the other part as it was.
+        # A push of "target" or "drafter" leaves the tensors of the other model as they were.
         self.expected = sent if scope == "all" else {**self.expected, **sent}
         comparing = time.perf_counter()
         differences, unanswered = ask_all(update.engines, self.compare_with)
         ended = time.perf_counter()
         reports = {}
-        # `update.engines` lacks those that failed; `sent_bytes` has all of them.
+        # `update.engines` lacks the engines that failed; `update.sent_bytes` has all engines of this push.
         for name, size in update.sent_bytes.items():
             failed = update.errors.get(name) or unanswered.get(name) or ""
             reports[name] = EngineReport(size, str(failed), differences.get(name, Difference()))
@@ -183,7 +189,7 @@ class Pusher:
         )
 
     def compare_with(self, engine: RolloutEngine) -> Difference:
-        """Return the difference between what an engine was sent and what it holds. Raises EngineError."""
+        """Return the difference between `expected` and what an engine holds. Raises EngineError."""
         fingerprints = engine.fingerprints()
         # Frozen tensors would count as `extra`, because no push sends them.
         for name in self.frozen - self.expected.keys():
@@ -199,14 +205,17 @@ class Pusher:
 def exporting(
     export: Source, broadcast: Callable[[int], int] | None = None
 ) -> Iterator[Source | None]:
-    """Let rank 0 call a collective `export` as often as it likes, while the other ranks take part. All ranks enter it.
+    """Let rank 0 call a collective `export` as often as it likes, while the other ranks take part.
+
+    A context that all ranks must enter:
 
         with exporting(trainer.export) as source:
             if source is not None:          # rank 0
                 pusher.push(version, source)
 
-    On the other ranks the body runs with None, after rank 0's body. If rank 0's body raises, they raise PushError.
-    Rank 0 must read each `source(scope)` to its end before the next call, and before the body ends.
+    On the other ranks the body runs with None, after rank 0's body. If rank 0's body raises, they raise PushError, and
+    their body does not run. Rank 0 must read each `source(scope)` to its end before the next call, and before its body
+    ends: otherwise the other ranks wait for ever.
 
     broadcast  collective: returns rank 0's number on every rank, and ignores the numbers of the others. None: by a
                message to the ranks of this job
@@ -221,7 +230,7 @@ def exporting(
     done = len(scopes)
     failed = len(scopes) + 1
     if dist.get_rank() == 0:
-        # No generator: the number must be sent when `source` is called, before anything of `export` runs.
+        # No generator function: the number must be sent when `source` is called, before anything of `export` runs.
         def source(scope: Scope) -> Iterator[Named]:
             broadcast(scopes.index(scope))
             return iter(export(scope))
@@ -233,7 +242,7 @@ def exporting(
             raise
         broadcast(done)
         return
-    while (order := broadcast(done)) < done:  # here `done` is any number: only rank 0's counts
+    while (order := broadcast(done)) < done:  # the argument may be any number: only rank 0's counts
         # Reads to the end and drops the tensors: `export` communicates only while it is read.
         deque(export(scopes[order]), maxlen=0)
     if order == failed:
@@ -242,9 +251,12 @@ def exporting(
 
 
 def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], int, float]:
-    """Send the exporter's tensors in buckets. Read it to its end whatever fails: the other ranks take part in it.
+    """Send the exporter's tensors in buckets.
 
-    Returns fingerprints by name, bytes, and seconds of fingerprinting. Raises PushError, but only at the end.
+    The exporter is read to its end, also after a tensor was refused or all engines failed: the other ranks take part in
+    it. So PushError is raised only at the end.
+
+    Returns fingerprints by name, bytes of all tensors, and seconds for fingerprints and finite checks.
     """
     marks: dict[str, int] = {}  # name -> fingerprint
     total = 0  # bytes
@@ -270,7 +282,7 @@ def _stream(tensors: Iterable[Named], update: Update) -> tuple[dict[str, int], i
 
 
 def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:
-    """Return fingerprints by name, and a line on the first tensor that may not be sent; "" if all may."""
+    """Return fingerprints by name, and a line on the first tensor with NaN or infinity; "" if there is none."""
     marks = {}
     problem = ""
     tensors = [tensor for _, tensor in bucket]
@@ -283,7 +295,7 @@ def _fingerprinted(bucket: Sequence[Named]) -> tuple[dict[str, int], str]:
 
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Return for each tensor whether all its elements are finite. Answers on a GPU are read with one wait.
+    """Return for each tensor, in their order, whether all its elements are finite. The host waits for the GPU once.
 
     Tensors of integers and empty ones count as finite.
     """
@@ -294,13 +306,13 @@ def _finite(tensors: Sequence[Tensor]) -> list[bool]:
             groups.setdefault((tensor.dtype, tensor.device), []).append(i)
     if not groups:
         return finite
-    # both in the order of `groups`, so that the i-th answer is of the i-th index
+    # `indices` and `answers` are both in the order of `groups`, so that the i-th answer is of the i-th index.
     indices = list(itertools.chain.from_iterable(groups.values()))
     answers = [finite_of([tensors[i] for i in group]) for group in groups.values()]
     for i, answer in zip(indices, torch.cat(answers).tolist(), strict=True):
         if not answer:
-            # The answer of `finite_sums` may be wrong: a sum of finite numbers can be infinite. So look at this tensor
-            # alone. The wait for the GPU is rare.
+            # On a GPU this "no" may be wrong (`finite_sums`): a sum of finite numbers can be infinite. So this tensor
+            # is looked at alone. That waits for the GPU again, but is rare.
             finite[i] = bool(torch.stack(torch.aminmax(tensors[i])).isfinite().all())
     return finite
 
@@ -320,11 +332,13 @@ def finite_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def finite_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Return bool [n]: whether the sum of absolute values is finite, which NaN and infinity make NaN or infinite.
+    """Return bool [n] on the tensors' device: whether each sum of absolute values is finite.
+
+    NaN and infinity make the sum NaN or infinite, so True proves that a tensor is finite.
 
     One call serves all tensors, because the host would need longer to launch a call for each than the GPU to run it.
     """
-    # In float16 itself the sum of a tensor would often overflow.
+    # at least float32: in float16 the sum of a tensor would often overflow
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return torch.isfinite(
         torch.stack(torch._foreach_norm([tensor.detach() for tensor in tensors], 1, dtype=wide))

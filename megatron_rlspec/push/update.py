@@ -1,7 +1,7 @@
 """The update of engines to one version, in step: all begin, take the same buckets, and end.
 
 `Update` serves `push.py`. `update_weights` updates a single engine without checks; both engine classes have it as a
-method.
+method. The calls on an engine are those of `RolloutEngine`: `begin_update`, `send` for each bucket, `end_update`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ Engines = Mapping[str, RolloutEngine]  # by name
 class Update:
     """An update of several engines, as a context. If the body raises, no engine serves until a later update.
 
-    The updates begin with the first `send`. A body that sends nothing must raise: engines would end what never began.
+    The updates begin with the first `send`. A body that sends nothing must raise: otherwise engines would end an update
+    that never began. An engine that fails leaves the update and serves nothing; the others go on.
 
-    An engine that fails leaves the update and serves nothing. The others go on. One thread calls `send`. `engines`,
-    `errors` and `sent_bytes` change in other threads until the context ends, so read them only afterwards.
+    One thread calls `send`. `engines`, `errors` and `sent_bytes` change in other threads until the context ends, so
+    read them only afterwards. Use an object once.
 
-    limit       about how many bytes make a bucket
+    limit       about how many bytes make a bucket: the least that any engine's memory asks for
     engines     by name, those that have not left
-    errors      why others left, by name
+    errors      by name, why each of the others left; also errors of this program, which the caller must raise
     sent_bytes  by name, also of engines that left: bytes of all buckets that were sent to it
     """
 
@@ -38,12 +39,12 @@ class Update:
         self.engines = dict(engines)
         self.errors: dict[str, Exception] = {}
         self.sent_bytes = dict.fromkeys(engines, 0)
-        # By id, because several engines may share a memory: a bucket is then laid out once for all of them. The value
-        # is None for engines that take tensors without a copy.
+        # By the memory's id, because several engines may share one: a bucket is then laid out once for all of them. The
+        # value is None for engines that take tensors without a copy.
         self._memories = {
             id(engine.bucket_memory): engine.bucket_memory for engine in engines.values()
         }
-        # Without engines nothing is sent, but the exporter is still read: then in buckets of one tensor.
+        # Without engines nothing is sent, but the exporter is still read: then in the smallest buckets.
         self.limit = min(map(bucket_bytes, self._memories.values()), default=1)
         # One thread for each engine, and one for `_deliver`, which waits for the calls in the others.
         self._threads = ThreadPoolExecutor(len(engines) + 1)
@@ -54,7 +55,7 @@ class Update:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        with self._threads:
+        with self._threads:  # at its end the threads end
             self._arrive()  # the last bucket must have arrived before the updates end
             reason = "" if error is None else _reason(error)
             self._each(lambda engine: engine.end_update(reason))
@@ -65,8 +66,9 @@ class Update:
     def send(self, tensors: Sequence[Named]) -> None:
         """Make a bucket of the tensors, and start to send it once every engine has the bucket before it.
 
-        The bucket is packed first, while the one before still travels. `Memory` has two pieces, so it overwrites the
-        bucket before that one, which has arrived.
+        It returns while the bucket travels; the tensors may be freed if every engine has a memory. The bucket is packed
+        while the one before still travels. `Memory` has two pieces, so packing overwrites the last bucket but one,
+        which has arrived.
         """
         packed = {key: Bucket(tensors, memory) for key, memory in self._memories.items()}
         first = self._travelling is None
@@ -86,7 +88,8 @@ class Update:
         """
         if first:
             self._each(lambda engine: engine.begin_update(self.version, self.scope))
-        # Engines that share a joint memory are one part, and get the bucket by one call. All others are parts alone.
+        # Engines that share a joint memory are one part, and get the bucket by one call. Each other engine is a part of
+        # its own.
         parts: dict[str, dict[str, RolloutEngine]] = {}
         for name, engine in self.engines.items():
             memory = engine.bucket_memory
@@ -106,7 +109,8 @@ class Update:
     def _at_once(self, parts: Iterable[Engines], call: Callable[..., None]) -> None:
         """Run `call` for all parts at the same time, each with the part's engines as arguments.
 
-        If a call fails, all engines of its part leave.
+        If a call fails, all engines of its part leave. Only `_deliver` calls this while a bucket travels, and only
+        `__exit__` afterwards: two threads never change `engines` at once.
         """
         # A list, not a generator: it starts all calls before the first answer is waited for.
         calls = [(part, self._threads.submit(_attempt, part, call)) for part in parts]
@@ -121,7 +125,7 @@ class Update:
 def _attempt(part: Engines, call: Callable[..., None]) -> Exception | None:
     """Run `call` with the engines of one part. If it fails, end their updates as failed and return the error.
 
-    Errors of these ends are dropped: an engine whose update stays open serves nothing either.
+    An EngineError of `end_update` is dropped: an engine whose update stays open serves nothing either.
     """
     try:
         call(*part.values())
@@ -142,8 +146,9 @@ def update_weights(
 ) -> None:
     """Update one engine, without finite checks and without a comparison. Raises EngineError.
 
-    tensors  full ones under Hugging Face names. After an error of any kind the engine serves nothing until a later
-             update succeeds
+    tensors  full ones under Hugging Face names
+
+    After an error of any kind, raised by `tensors` too, the engine serves nothing until a later update succeeds.
     """
     memory = engine.bucket_memory
     try:
