@@ -345,7 +345,7 @@ def _linkable(source: Path) -> dict[str, Header]:
 def _build_megatron(work: Conversion, advance: Callable[[str], None]) -> Path:
     """Write a Megatron checkpoint for `publish`, and return it.
 
-    config.json and tokenizer are copied into it: a later conversion back to Hugging Face reads them from there.
+    config.json and tokenizer are written into it: a later conversion back to Hugging Face reads them from there.
     """
     with checkpoint.building(work.target) as folder:
         release = folder / "release"

@@ -61,7 +61,8 @@ class Shard(NamedTuple):
     expert    expert-parallel rank, 0 for a file without experts
     tensor    tensor-parallel rank
     file      the open file
-    names     canonical name -> name in the file, for the model's tensors: not for those of the optimizer
+    names     canonical name -> name in the file, for the model's tensors, not for those of the optimizer. Layers and
+              experts in the keys have the rank's numbers, after `_renumbered` those of the whole model
 
     The first three fields, in this order, are the sort key of `_shards`.
     """

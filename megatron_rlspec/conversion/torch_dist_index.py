@@ -1,8 +1,9 @@
 """The index of a `torch_dist` checkpoint, read without running code of the file.
 
 The index, `.metadata`, is a pickle of PyTorch's `Metadata`. A pickle can name any function to call, and checkpoints
-come from elsewhere. So unpickling finds the names below only, and any other name is an error. What the index says is
-not checked here: `torch_dist.py` checks files, places and sizes when it reads a tensor.
+come from elsewhere. So unpickling finds the names below only; classes of Megatron's become empty ones, and any other
+name is an error. What the index says is not checked here: `torch_dist.py` checks files, places and sizes when it reads
+a tensor.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class DrafterTraining:
     def trainable(self) -> Iterator[None]:
         """Let the drafter's parameters have gradients inside the `with` block.
 
-        Here they always have. Slime's drafter is part of the policy's model, whose optimizer must not see it: it is
-        frozen outside.
+        This class does nothing: its drafter always has them. Slime's drafter overrides it, because an MTP layer in the
+        policy's model is frozen outside the block, so that the policy's optimizer does not take it.
         """
         yield
 
@@ -269,7 +269,7 @@ class DrafterTraining:
     def _postprocess(self, original: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replace `GPTModel._postprocess`: train the drafter, then return the policy's logits as if without MTP.
 
-        original  the model's own `_postprocess`, of which all other arguments are
+        original  the model's own `_postprocess`, to which all other arguments are passed on
 
         Passes in evaluation mode or without gradients, such as those for old log-probs, take no fields.
         """
@@ -335,8 +335,8 @@ class DrafterBeside(DrafterTraining):
         return {"drafter": eagle3_identity(self.hf_config, self.vocabulary)}
 
     def begin_step(self, counts: Sequence[float]) -> None:
-        # Collective over the first and last stage, so before the return of other stages; in every step, because the
-        # policy has changed its embedding.
+        # Collective over the first and the last stage, so called on every stage; and in every step, because the policy
+        # has changed its embedding.
         self.embedding = embedding_for_drafter(self.model, self.embedding)
         if self.model.post_process:
             super().begin_step(counts)

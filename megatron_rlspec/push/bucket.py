@@ -218,7 +218,7 @@ class Bucket:
     def _header(self) -> bytes:
         """Return the first bytes of a safetensors file: the length of the JSON (8 bytes), then the JSON.
 
-        The JSON is padded, so that the data begin at a multiple of 8 bytes. Its offsets count from there.
+        The JSON is padded, so that the data begin at a multiple of 8 bytes. Offsets in it count from the data's begin.
         """
         entries = {}
         offset = 0

@@ -66,7 +66,7 @@ def stamp_finding(samples: Sequence[Sample], oldest: int, newest: int) -> Findin
     Returns the first problem; None also without samples. A sample without response tokens needs no version.
     """
     for sample in samples:
-        # spans (version, first token, last token + 1) of the response, see `types.Sample`; they may not overlap
+        # spans (version, first token, last token + 1) of the response, see `types.Sample`; overlaps are not looked for
         spans = sorted(sample.policy_versions, key=lambda span: span[1])
         for version, first, end in spans:
             if not oldest <= version <= newest:
@@ -103,7 +103,7 @@ def canary_finding(accepted: Sequence[int], predicted: float | None) -> Finding 
                is enough
 
     The floor is FLOOR_SHARE · (predicted - 1) accepted drafts per round. A finding has `target=False`: texts do not
-    depend on what is drafted. So a target that computes wrong logits shows only as a loss of drafts.
+    depend on what is drafted. A target that computes wrong logits, too, shows here as a loss of drafts only.
     """
     counts = np.asarray(accepted, dtype=np.float64)
     rounds = counts.sum()

@@ -73,8 +73,8 @@ class PushReport:
     """One push.
 
     version              the stamp that engines put on tokens under these weights
-    scope                what was sent: "all", also if the caller asked for less and an engine was not shown to hold the
-                         rest
+    scope                what was sent, which is "all" if the caller asked for less, but an engine was not shown to hold
+                         the rest
     seconds              from the call of `Pusher.push` to the end of the comparison
     total_bytes          of the tensors, counted once
     tensors              their number

@@ -66,9 +66,8 @@ class Update:
     def send(self, tensors: Sequence[Named]) -> None:
         """Make a bucket of the tensors, and start to send it once every engine has the bucket before it.
 
-        It returns while the bucket travels; the tensors may be freed if every engine has a memory. The bucket is packed
-        while the one before still travels. `Memory` has two pieces, so packing overwrites the last bucket but one,
-        which has arrived.
+        It returns while the bucket travels. The bucket is packed while the one before still travels. `Memory` has two
+        pieces, so packing overwrites the last bucket but one, which has arrived.
         """
         packed = {key: Bucket(tensors, memory) for key, memory in self._memories.items()}
         first = self._travelling is None
