@@ -60,7 +60,7 @@ def check_model(
 ) -> dict[str, Any]:
     """Return config.json as `read_config` does. Raises CheckpointError, one line, for a directory that cannot be used.
 
-    Under "serve", a model whose architecture is not in `SCHEMAS` is not checked further: SGLang knows more of them.
+    Under "serve", a model whose architecture is not in `SCHEMAS` is not checked further: SGLang knows more.
 
     use                train, convert: refuse settings that this package does not compute. serve: refuse a directory
                        only if its files contradict one another

@@ -34,8 +34,8 @@ class Layout:
 
 COPY = Layout(lambda parts: parts[0], lambda full: (full,))
 
-# SwiGLU: Megatron's linear_fc1 [2F, H] is gate, then up, on dim 0. Its cut must be COLUMN_GATE_UP, or a rank would hold
-# the gate alone.
+# SwiGLU: Megatron's linear_fc1 [2F, H] is gate, then up, on dim 0. Its cut must be COLUMN_GATE_UP: with COLUMN a rank
+# would hold rows of gate alone, or of up alone.
 GATE_UP = Layout(lambda parts: torch.cat(list(parts)), lambda full: full.chunk(2))
 
 

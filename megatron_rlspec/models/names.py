@@ -97,7 +97,7 @@ class NameTable:
     name      the architecture
     spec      "local" or "te", as for `name_table`
     geometry  sizes of the model
-    rows      by canonical Megatron name, in the order of the family's function. All callers share it: do not change it
+    rows      by canonical Megatron name, in the order of the family's function; do not change it
     by_hf     the same rows by each of their Hugging Face names; `Row.copies` are not among them
 
     If config.json has an EAGLE-3 drafter's under `DRAFTER`, the drafter's rows are here, too, behind `PREFIX`. A model

@@ -98,7 +98,7 @@ class Rope:
 def settings(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the rotary embedding: `rope_scaling` (Transformers 4) with `rope_parameters` (5) over it.
 
-    {} for a plain embedding. `Trained.rope` in `models/config.py` joins them in the same way.
+    {} if config.json has neither. `Trained.rope` in `models/config.py` joins them in the same way.
     """
     return {**(hf_config.get("rope_scaling") or {}), **(hf_config.get("rope_parameters") or {})}
 

@@ -123,7 +123,7 @@ class Health:
             second = self._compare(pushes[-1])
             self._ask(second, version, predicted, canaries)
         verdict = judge(version, first, second)
-        # Held a second time: the second canary released the engines that ran it. Engines to drop get no requests anyway.
+        # Held a second time: the second canary released the engines that ran it. Engines to drop get no requests.
         for name in verdict.engines("plain"):
             self._hold(name, second[name])
         # The records are logged before `_refuse`, which may end the run.
