@@ -63,8 +63,8 @@ class LazyTensors(ByName):
 
     def __getitem__(self, name: str) -> Tensor:
         header = self.headers[name]
-        # Only the file read last stays mapped; dropping it gives its pages back. Another file is opened anew, so callers
-        # should read tensors file by file.
+        # Only the file read last stays mapped; dropping it gives its pages back. Every change of files opens one, so
+        # callers should read tensors file by file.
         if self._open is None or self._open.path != header.path:
             self._open = TensorFile(header.path)
         tensor = self._open[header.name]
