@@ -17,12 +17,14 @@ other ranks wait meanwhile (rank0.py). With embedded engines on several ranks th
 All ranks call the same public methods in the same order, because most of them are collective. A step calls each of
 them once, in the order of `loop.py`:
 
-    push                 before the first `collect`, and after each `train_step`: engines generate with what they have
-    pack                 before `train_step`; takes at least one group, the same on every rank. `Drafting.observe`
-                         counts the tokens of every call for the draft vocabulary, and a schedule may store the rollouts
+    push                 before the first `collect`, and after each `train_step`: engines generate with the weights of
+                         the last push
+    pack                 before `train_step`; takes at least one group, the same on every rank. A second call in a step
+                         would count the tokens for the draft vocabulary again (`Drafting.observe`), and a schedule of
+                         the drafter would store the rollouts again
     adapt                before `push`: the canary's rounds would be among those of the rollout
-    record               before `checkpoint`, which stops the run by the number of bad steps
-    evaluate_warm_start  each call is a new measurement
+    record               before `checkpoint`, which stops the run by the number of bad steps that `record` has counted
+    evaluate_warm_start  in a warm start, after each step; each call that measures adds to the measurements
 """
 
 from __future__ import annotations
@@ -82,6 +84,8 @@ class Session:
     """A run, as a context manager. Its exit ends the engines and closes the records, also after an error.
 
     done        steps trained so far; the version of the present parameters, in samples and pushes, is done + 1
+    supervised  whether the run is a warm start, which trains on demonstrations
+    generates   whether the run has engines
     loaded      model, tokenizer, data, and the recorded run of a replay
     trainer     policy and drafter on this rank
     drafting    what the drafter learns from, and when
@@ -105,7 +109,7 @@ class Session:
     ) -> None:
         """Open the run of a command."""
         self.config = config
-        self.supervised = command == "sft"  # it trains on demonstrations
+        self.supervised = command == "sft"
         self.interruption = interruption or Interruption()
         self.clock = Clock()
         # By the launcher's variable: torch.distributed is initialised later, by the trainer.
@@ -114,7 +118,7 @@ class Session:
         self.generates = config.generates(command)
         # metrics and rollouts of the newest step: `_stop` records them if the run ends before `record`
         self._newest: tuple[Mapping[str, float], Sequence[Group]] = ({}, ())
-        # since the last push; before the first one no engine has our policy
+        # whether the policy may have changed since the last push; before the first push no engine has our policy
         self._policy_changed = True
         self._engine_metrics: dict[str, float] = {}  # of the newest step's `adapt` and `push`
         with ExitStack() as closing:
@@ -221,7 +225,8 @@ class Session:
 
         A drafter's schedule may update the drafter from earlier rollouts while engines generate.
         """
-        # A schedule that updates meanwhile calls `begin`, which starts the rollout in the background.
+        # A schedule that updates the drafter meanwhile calls `begin`, which starts the rollout in the background; the
+        # loop below then waits for it. Without such a schedule the loop generates.
         begin = partial(self.rank0.ask, lambda rollouts: rollouts.begin(step))
         self.drafting.schedule.during_rollout(self.done, begin)
         while not self.rank0.ask(lambda rollouts: rollouts.collect(step)):
@@ -254,13 +259,19 @@ class Session:
             self.recording.record(self.done, groups)
 
     def settle(self) -> None:
-        """Wait for the rollout that runs ahead, if there is one. If its engines are lost, `collect` repeats it."""
+        """Wait for the rollout that runs ahead, if there is one. Collective. Call it before `adapt` and `push`.
+
+        If the engines are lost and one is starting again, the next `collect` generates that rollout anew.
+        """
         self.rank0.ask(Rollouts.settle)
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
-        """Return this rank's micro-batches of each optimizer step. Advantages are computed within each group."""
+        """Return this rank's micro-batches of each optimizer step of the next `train_step`.
+
+        Advantages are computed within each group. Call it once in a step: see above.
+        """
         samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
         by_group = [advantages(self.config.algorithm, longest, group) for group in groups]
@@ -289,8 +300,10 @@ class Session:
     def train_step(self, packed: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
         """Update policy and drafter on each mini-batch, and count the step. Returns the metrics of `train_rollout`.
 
-        `packed` is of `pack`. `options` are of `Trainer.train_step`; `objective` must be among them.
-        Engines on the ranks' GPUs sleep from here until the next push.
+        Collective. Engines on the ranks' GPUs sleep from here until the next push.
+
+        packed   what `pack` returned
+        options  arguments of `Trainer.train_step`: `objective`, which must be there, and `train_policy`
         """
         if self.loaded.layout.colocated:
             # First: the step needs their memory.
@@ -299,7 +312,7 @@ class Session:
         learns = options["objective"] == "grpo" and trains_policy
         if self.config.algorithm.kl_coef and learns:
             assert self.trainer.reference is not None
-            # with the reference's log-probs, to which KL is measured
+            # the same micro-batches with the reference's log-probs, which the KL penalty compares with
             packed = [self.trainer.reference.with_logprobs(batches) for batches in packed]
         options["logprob_gap"] = self.records.logprob_gap.limit
         train = partial(train_rollout, self.trainer, packed, **options)
@@ -329,9 +342,9 @@ class Session:
     # ---- weights and speculation -------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """Send target and drafter to every engine as one version, and check every engine.
+        """Send target and drafter to every engine as one version, and check every engine. Collective.
 
-        Restarted engines join here. If no other engine is left, this waits for one.
+        Restarted engines join here. If no other engine is left, this waits for one that is starting.
         """
         if self.loaded.layout.colocated:
             _free_memory(self.trainer)  # first: an engine that wakes takes what is free
@@ -355,7 +368,10 @@ class Session:
         self._policy_changed = False
 
     def adapt(self) -> None:
-        """Read the engines' acceptance and round times, and update the speculation rule."""
+        """Read the engines' acceptance and round times, and update the speculation rule. Collective.
+
+        Engines forget what was read: call it once in a step, before `push`, which gives them the new rule.
+        """
 
         def learn(rollouts: Rollouts) -> None:
             self._engine_metrics |= rollouts.adapt(self.trainer.prediction)
@@ -369,7 +385,11 @@ class Session:
         return every > 0 and self.done % every == 0
 
     def evaluate(self, name: str) -> None:
-        """Evaluate on held-out prompts, if there are any. With `train.save_best` keep the best model so far."""
+        """Evaluate on held-out prompts, if there are any. Collective.
+
+        With `train.save_best` write the model to hf-best/ if its reward is the highest so far; never before step 1,
+        where it is still model.path.
+        """
         reward = self.evaluation.evaluate(name, self.done)
         if not self.config.train.save_best or self.done == 0:
             return
@@ -401,7 +421,11 @@ class Session:
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`, on rank 0. Counts bad steps in a row.
 
-        `step` counts from 0. `groups` are of `collect`; none in runs without engines.
+        Call it on every rank, once after each `train_step`.
+
+        step     of this record, from 0
+        metrics  what `train_step` returned
+        groups   what `collect` returned; none in runs without engines
         """
         samples = samples_of(groups)
         if self.rollouts is None or not samples:
@@ -411,7 +435,7 @@ class Session:
         self.records.write(step, values, samples, self.rollouts.generation.decode)
 
     def checkpoint(self) -> None:
-        """Write a checkpoint every `train.save_every` steps, and a model every `train.export_every`.
+        """Write a checkpoint every `train.save_every` steps, and a model every `train.export_every`. Collective.
 
         Writes a checkpoint and raises RunStopped after `train.max_bad_steps` bad steps in a row, and if any rank
         received a signal to end.
@@ -429,7 +453,7 @@ class Session:
         if self.due(options.save_every):
             self._save()
         if self.due(options.export_every):
-            self._load_followed_policy()
+            self._load_followed_policy()  # `_save` may not have run in this step
             write_result(self.loaded, self.trainer, self.records, f"hf-step-{self.done:06d}")
 
     def _stop(self, reason: str) -> NoReturn:
@@ -473,18 +497,21 @@ class Session:
         return State(state | rollout_values, drawn)
 
     def finish(self) -> None:
-        """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`."""
-        self._save()
+        """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`. Collective.
+
+        Raises SaveError on every rank, and OSError if `run_dir/hf` is there already and not empty.
+        """
+        self._save()  # first: in a replay it also loads the policy that belongs into the result
         write_result(self.loaded, self.trainer, self.records)
         self.records.summarise()
 
 
 def _free_memory(trainer: Trainer) -> None:
-    """Return once no rank keeps GPU memory that it does not use. Collective.
+    """Give back the GPU memory that this rank does not use now, and wait until all ranks have. Collective.
 
-    An engine that starts or wakes then takes its share of what is free on its GPU.
+    An engine that starts or wakes after it takes its share of what is free on its GPU.
     """
     for learner in trainer.learners().values():
         learner.release_memory()
     torch.cuda.empty_cache()
-    ranks.job().barrier()  # an engine's GPU may be another rank's, too
+    ranks.job().barrier()  # an engine may use the GPUs of several ranks

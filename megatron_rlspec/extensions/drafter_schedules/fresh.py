@@ -1,7 +1,8 @@
 """A fresh drafter learns from the newest rollouts several times more, after each of a run's first steps.
 
-`commands/training.py` chooses this schedule with `drafter.fresh`. As in `online.py`, its updates change only the
-drafter's parameters: for given rollouts the policy's update is the same as without it.
+`commands/training.py` chooses this schedule with `drafter.fresh`, unless the options need that of `online.py`, and not
+in a replay. `run/drafter_training.py` calls it. As in `online.py`, its updates change only the drafter's parameters:
+for given rollouts the policy's update is the same as without it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from megatron_rlspec.run.extension import DrafterSchedule
 from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
-# Extra updates end once the run has taken `LEAST_STEPS` steps and extra updates have read `LEAST_READ` tokens. A token
-# counts each time it is read.
+# Steps have extra updates until both are reached: `LEAST_STEPS` steps of the run, and `LEAST_READ` tokens that extra
+# updates have read. A token counts each time it is read.
 LEAST_STEPS = 10
 LEAST_READ = 262144
 # After a step the drafter learns from the newest `NEWEST_TOKENS` tokens, of several steps if one has fewer, or from
 # `AUTO_SHARE` of the step's own tokens if that is more.
 NEWEST_TOKENS = 32768
-# An extra update takes 1 / UPDATES_PER_STEP of as many samples as the step has.
+# An extra update reads 1 / UPDATES_PER_STEP of as many samples as the step has. Stored rollouts of earlier steps are
+# read, too, so a step can have more than UPDATES_PER_STEP extra updates.
 UPDATES_PER_STEP = 8
 # The extra updates of a step may take the smaller of: this share of the step's seconds, and this share of the seconds
 # of its rollout.
@@ -54,26 +56,30 @@ class FreshLearner(DrafterSchedule):
         """
         self._trainer = trainer
         self._learnt = int(state.get("learnt", 0))  # tokens that extra updates have read
-        self._rollouts = list(groups)  # that extra updates read, the oldest group first
+        # what extra updates read, the oldest group first; `teach` adds the present step's rollouts
+        self._rollouts = list(groups)
         self._newest: Sequence[Group] = ()  # the rollouts of the present step
 
     def observe(self, groups: Sequence[Group]) -> None:
+        """Take the rollouts of the next `train_step`."""
         self._newest = groups
 
     def train_step(
         self, step: int, train: Callable[[bool], dict[str, float]], rollout_seconds: float | None
     ) -> dict[str, float]:
+        """See `DrafterSchedule.train_step`. `observe` must have got the step's rollouts. Collective."""
         began = time.perf_counter()
         metrics = train(True)
         if self._ended(step):
             return metrics
-        # None on ranks above 0. Their time limit is not used: `teach` follows rank 0's.
+        # None on ranks above 0. Their time limit is not used: `teach` follows rank 0's. NaN if a checkpoint had the
+        # rollout: then the limit below is NaN, too.
         rollout = rollout_seconds or 0.0
         of_step = SHARE_OF_STEP * (rollout + time.perf_counter() - began)
         return metrics | self.teach(step, min(of_step, SHARE_OF_ROLLOUT * rollout))
 
     def _ended(self, step: int) -> bool:
-        """Return whether `step` has no extra updates any more."""
+        """Return whether `step`, counted from 0, has no extra updates any more: `step` steps have ended before it."""
         return step >= LEAST_STEPS and self._learnt >= LEAST_READ
 
     def teach(self, step: int, seconds: float) -> dict[str, float]:
@@ -82,7 +88,8 @@ class FreshLearner(DrafterSchedule):
         Call it once in a step, after `observe` of its rollouts, at least one sample: each call stores them.
 
         The first update always runs. Another one runs only if it will probably end within `seconds` of rank 0, by the
-        clock of rank 0. With train.deterministic all of them run, because no result may depend on a clock.
+        clock of rank 0; none if `seconds` is NaN. With train.deterministic all of them run, because no result may
+        depend on a clock.
         """
         began = time.perf_counter()
         newest = samples_of(self._newest)
@@ -103,17 +110,19 @@ class FreshLearner(DrafterSchedule):
             self._trainer.train_step(batches, objective="grpo", train_policy=False)
             self._learnt += tokens_of(taught)
             spent = time.perf_counter() - began
-            late = spent * (done + 1) / done > seconds  # the next update would be
+            # Whether the next update would end too late. Not by `>`, which is false if `seconds` is NaN.
+            late = not spent * (done + 1) / done <= seconds
             # `tell` is collective: every rank calls it after every update, and gets rank 0's answer.
             if not self._trainer.config.train.deterministic and ranks.job().tell(int(late)):
                 break
-        # Each update has set a prediction of the next rollout's acceptance. The one of the policy's step is kept:
-        # there the drafter had not learnt from these texts yet.
+        # Each update has overwritten `trainer.prediction`, of the next rollout's acceptance. Put back that of the
+        # policy's step: then the drafter had not learnt from these texts, just as it will not know those of the next
+        # rollout.
         self._trainer.prediction = prediction
-        if self._ended(step + 1):  # nothing reads them any more
+        if self._ended(step + 1):  # no later step reads the stored rollouts
             self._rollouts = []
         return {"drafter/seconds_fresh": spent}
 
     def state(self) -> tuple[dict[str, Any], list[Group]]:
-        """See `DrafterSchedule.state`."""
+        """Return the state for a checkpoint, and the stored rollouts. `__init__` reads both."""
         return {"learnt": self._learnt}, self._rollouts

@@ -6,12 +6,16 @@ policy's step, or with `drafter.overlap` while engines generate the next rollout
 detached hidden states, and its loss changes only its own parameters. So for given rollouts none of these options
 changes the policy's update.
 
+`commands/training.py` takes this schedule for separate updates, for `drafter.update_every` above 1, and for
+`drafter.reward_weight`. `run/drafter_training.py` calls it.
+
 Every rank holds one schedule. Which steps update, and from what, follows from options, checkpoint and rollouts, which
 are equal on all ranks: updates are collective.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,8 +38,8 @@ class OnlineLearner(DrafterSchedule):
     every_steps     decides which steps update (`drafter.update_every`)
     buffer          stored rollouts, for separate updates
     last_update     the step that updated the drafter last; -1: none
-    update_seconds  that the newest separate update took; one without stored rollouts leaves it as it was
-    updates         separate ones so far; seeds the next draw from the buffer
+    update_seconds  duration of the last separate update that had rollouts. Not in `state()`: 0 after a resume
+    updates         number of separate updates so far; seeds the next draw from the buffer
     """
 
     def __init__(
@@ -74,7 +78,10 @@ class OnlineLearner(DrafterSchedule):
         return reward_weights(rewards, succeeded)
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Store the rollouts of a step, if updates learn from stored ones. Call it once in a step."""
+        """Store a step's rollouts, if updates are separate.
+
+        Once in a step: after `during_rollout`, before `train_step`.
+        """
         options = self.config.drafter
         if options.separate:
             if options.replay == "none":
@@ -86,7 +93,7 @@ class OnlineLearner(DrafterSchedule):
         """Update the drafter from earlier rollouts while engines generate that of `step`. Collective.
 
         `begin` starts the rollout in the background. The update is left out if the checkpoint has it already: a run
-        can stop between this update and the policy's step.
+        can stop between this update and the policy's step, and `last_update` is then `step`.
         """
         if not self.config.drafter.overlap:
             return
@@ -108,7 +115,9 @@ class OnlineLearner(DrafterSchedule):
             if rollout_seconds is not None:  # on rank 0, which writes the record
                 # The update ran beside the rollout: only its seconds beyond the rollout's cost the run time.
                 spent = self.update_seconds if self.last_update == step else 0.0
-                hidden_seconds = min(spent, rollout_seconds)
+                # NaN: a checkpoint had the rollout, so the update ran beside none.
+                beside = 0.0 if math.isnan(rollout_seconds) else rollout_seconds
+                hidden_seconds = min(spent, beside)
                 metrics |= {
                     "drafter/seconds_hidden": hidden_seconds,
                     "drafter/seconds_added": spent - hidden_seconds,
@@ -123,16 +132,17 @@ class OnlineLearner(DrafterSchedule):
 
     def _update_after(self, step: int) -> dict[str, float]:
         """Update the drafter after the policy's step, with hidden states of the policy as it is then."""
-        # `Trainer.prediction`, of the next rollout's acceptance, as the policy's step left it; None if the drafter did
-        # not run there.
+        # The policy's step has set `trainer.prediction`, of the next rollout's acceptance; to None if the drafter did
+        # not run in it.
         prediction = self.trainer.prediction
         if self.load_policy is not None:
             # in a replay: the recorded policy after this step
             self.load_policy(step + 1)
         metrics = self._update(step)
         metrics["drafter/seconds_added"] = self.update_seconds if self.last_update == step else 0.0
-        # The update predicts the acceptance on the rollouts that it learns from. For the next rollout that counts only
-        # if these are the newest.
+        # `_update` has overwritten `trainer.prediction` with the acceptance on the rollouts that it drew. The rule of
+        # the next rollout reads it (`Learning.expect`): keep that of the policy's step. If that step made none, take
+        # the update's, but only if it drew the newest rollouts.
         if prediction is None and self.config.drafter.replay == "newest":
             prediction = self.trainer.prediction
         self.trainer.prediction = prediction
@@ -141,7 +151,7 @@ class OnlineLearner(DrafterSchedule):
     def _update(self, step: int) -> dict[str, float]:
         """Update the drafter from stored rollouts. Collective. Returns the drafter's metrics, {} without rollouts."""
         options = self.config.drafter
-        # With overlap and replay=none the buffer holds the newest rollout only.
+        # replay=none comes here with overlap only, and then the buffer holds the newest rollout only (`observe`).
         by = "newest" if options.replay == "none" else options.replay
         samples = self.buffer.draw(by, (self.config.train.seed, self.updates))
         if not samples:

@@ -1,8 +1,10 @@
-"""A bounded buffer of rollouts, from which the drafter learns again. It imports no torch.
+"""A bounded buffer of rollouts, from which the drafter learns again (`online.py`). It imports no torch.
 
 It keeps tokens, mask and log-probabilities (9 bytes a token), the reward and the versions of the policy. It keeps no
-hidden states: today's policy computes them again when the drafter learns. Stored ones would be of an older policy than
-today's output layer, and take 2 bytes times the hidden size for every token.
+hidden states: the present policy computes them again when the drafter learns. Stored hidden states would be of an older
+policy than the present output layer, and take 2 bytes times the hidden size for every token.
+
+All ranks hold equal buffers, because all get the same rollouts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
 DrawBy = Literal["newest", "uniform", "reward"]
-# tokens that any sample counts at least: the Python objects around its arrays take about 1.6 KB
+# A sample with fewer tokens counts as so many: the Python objects around its arrays take about 1.6 KB, so a buffer of
+# very short samples would need far more memory than its tokens.
 LEAST_COUNTED = 16
 
 
@@ -58,21 +61,22 @@ class ReplayBuffer:
             self.tokens -= max(len(self._samples.popleft().tokens), LEAST_COUNTED)
 
     def draw(self, by: DrawBy, seed: Sequence[int]) -> list[Sample]:
-        """Draw samples without replacement, together of at most as many tokens as the last `add` has; [] if empty.
+        """Draw samples without replacement, of at most as many tokens as the stored samples of the last `add`.
 
         by = newest   the newest samples, the newest first
         by = uniform  every sample is equally likely
         by = reward   in proportion to `reward_weights`
 
-        At least one sample is drawn, also if it has more tokens. The draw depends on the buffer and the seed only. So
-        all ranks, whose buffers are equal, draw the same samples, and a resumed run does, too.
+        The samples stay in the buffer. At least one is drawn, also if it has more tokens; none if the buffer is empty.
+        The draw depends on the buffer and the seed only. So all ranks, whose buffers are equal, draw the same samples,
+        and a resumed run does, too.
         """
         samples = list(self._samples)
         if not samples:
             return []
         newest = samples[len(samples) - self.newest :]
         room = sum(len(sample.tokens) for sample in newest)  # tokens that may still be drawn
-        order = np.arange(len(samples))[::-1]
+        order = np.arange(len(samples))[::-1]  # the newest sample first
         if by != "newest":
             # The largest keys of Gumbel noise + log(weight) are a draw without replacement in proportion to the weights
             # (Efraimidis and Spirakis, 2006, in another form). `reward_weights` are above 0.
@@ -94,8 +98,8 @@ class ReplayBuffer:
     def groups(self) -> list[Group]:
         """Return the content for a checkpoint: a group of the older samples, and one of the last `add`; [] if empty.
 
-        `Group` is only the container that a checkpoint has: each sample has its own prompt, and that of the group is
-        not read.
+        Two groups, because `restore` must know which samples came with the last `add`. They are not GRPO groups: each
+        sample has its own prompt, and that of the group is not read.
         """
         samples = list(self._samples)
         if not samples:
@@ -111,7 +115,7 @@ class ReplayBuffer:
     def restore(self, groups: Sequence[Group]) -> None:
         """Restore what `groups` returned, within this buffer's bound, which may be smaller than that of before."""
         self.clear()
-        for group in groups:  # the last one sets `newest`
+        for group in groups:  # the last group is that of the last `add`, and sets `newest`
             self.add(group.samples)
 
 

@@ -1,4 +1,9 @@
-"""Decide, while a rollout runs, which samples move to which SGLang engine, and move them (RLHFSpec, section 6)."""
+"""Decide, while a rollout runs, which samples move to which SGLang engine, and move them (RLHFSpec, section 6).
+
+On rank 0. `wiring.py` makes a `Balancer` for every `generate` of the run's pool. `plans/rebalance.py` decides,
+`moves.py` takes samples from their engine, and `Dispatch.resume` gives them to another. Embedded engines move samples
+without this file (`embedded/`).
+"""
 
 from __future__ import annotations
 
@@ -56,7 +61,7 @@ class Balancer:
         try:
             self._balance()
         except BaseException as error:
-            # Without this, `generate` would wait for ever for samples that have left their engine.
+            # Without this call `generate` would wait for ever for samples that have left their engine.
             self._owner.fail(error)
 
     def _balance(self) -> None:
@@ -79,6 +84,7 @@ class Balancer:
                 logger.warning("%s takes no part in moves: %s", name, error)
                 del self._engines[name]
                 continue
+            # After `progress`: of a sample that ends between the two calls there is then no request, and it is left out.
             requests = dict(self._owner.on_engine(name))
             running = []
             for sample in load.running:
@@ -95,7 +101,7 @@ class Balancer:
         return loads
 
     def _move(self, move: Move) -> None:
-        if self._ended.is_set():
+        if self._ended.is_set():  # the `generate` ends: begin no other move of this plan
             return
         began = time.perf_counter()
         # From here to `resume` the samples are on no engine: an error between the two must reach `_run`.

@@ -37,7 +37,7 @@ from megatron_rlspec.speculation.acceptance import Acceptance
 from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import SpecConfig
 
-BYTE_MS = 1e-6  # ms to send one byte: a rank is assumed to send 1 GB/s
+BYTE_MS = 1e-6  # ms to send one byte: a rank is assumed to send 1 GB/s. Only `TPPlanner`'s estimates use it
 
 
 def engine_kinds() -> dict[str, Kind]:
@@ -93,17 +93,18 @@ def _candidates(config: Config) -> list[SpecConfig]:
 
 
 def member(config: Config) -> Member:
-    """Return this rank's part of the fleet of embedded engines. Collective.
+    """Return this rank's part of the fleet of embedded engines. Collective. Call it in the main thread.
 
     Raises RoundCostError and ConfigError, as `_tp_planner`.
     """
     hf_config = files.read_json(Path(config.model.path) / "config.json")
-    # A gloo group of the fleet alone: its threads' messages must not meet those of the main threads.
+    # A gloo group for the fleet alone: the messages of its threads must not mix with those of the main threads.
     ranks = Ranks()
     engine = embedded(config, MigratableEmbeddedEngine)
     tp_planner = None
     groups = Groups()
-    # Making a group is a call of all ranks. Later ones would run in the fleet's threads, beside the main threads'.
+    # Make all groups now, in the main threads. Making one is a collective call over the whole job: in the fleet's
+    # threads, later, it would run beside collective calls of the main threads.
     for tp in config.tail.tp[1:]:  # the first size is 1
         groups.of(tp)
     planner = rebalancer(config, hf_config)
@@ -124,10 +125,12 @@ def _tp_planner(
             engine.arch.check_size(tp)
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
+    # bytes of the whole model: the engine has the size 1 still
     weights = sum(shard.view.nbytes for shard in engine.model.tensors.values())
     candidates = _candidates(config)
     depth = max(candidate.num_steps for candidate in candidates)
-    # As `Acceptance` assumes them before any observation. They stay: nothing teaches this planner.
+    # What `Acceptance` assumes before any observation. The planner keeps these rates: no method of it learns, so the
+    # planners of all ranks stay equal.
     rates = Acceptance(max(1, depth)).rates
     measured = round_costs.read(config.tail.cost_table, config.tail.tp)
     return TPPlanner(

@@ -1,4 +1,7 @@
-"""Migration in a run, on rank 0: a plan that learns from the run's rounds, moves of samples, and their record."""
+"""Migration in a run, on rank 0: a plan that learns from the run's rounds, moves of samples, and their record.
+
+`builders.migration` makes a `RunMigration`; `run/rollouts.py` and `run/engines.py` call it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class RunMigration:
 
     @contextmanager
     def _balanced(self, running: Dispatch) -> Iterator[None]:
-        """Move samples between engines during one `generate`, and record the moves and changes of the size."""
+        """Move samples between engines during one `generate`, and record the moves and changes of the size.
+
+        After an error of the `generate` nothing is recorded.
+        """
         engines = dict(self._pool.engines)
         for engine in engines.values():
             if isinstance(engine, Fleet):  # the run's only engine; its ranks plan and move

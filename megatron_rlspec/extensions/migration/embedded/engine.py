@@ -19,7 +19,10 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
             return self.scheduler.submit(requests)
 
     def step(self) -> None:
-        """Admit, prefill and run one round. Raises EngineError."""
+        """End aborted requests, admit, prefill and run one round. Raises EngineError, and errors of torch.
+
+        Under tensor parallelism all ranks of the engine must call it together.
+        """
         with self._lock:
             self._serve()
 
@@ -37,7 +40,9 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         rows: Mapping[str, int],
         rule: SpecRule | None,
     ) -> list[ActiveRequest]:
-        """Replace all requests by `requests`, after `retile` has filled the cache anew. Returns what runs or waits now.
+        """Replace all requests by `requests`. Returns the new runs, in the order of `requests`.
+
+        `regroup` calls it right after `retile`, which has filled the cache anew.
 
         rows  by id: the row of the new cache that holds a request's tokens. A request without one waits and is
               prefilled
@@ -45,7 +50,8 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
         """
         with self._lock:
             runs = self.scheduler.make_runs(requests)
-            # `Scheduler.remove` would free rows, which may be others' by now: `retile` has reset the cache.
+            # Not by `Scheduler.remove`, which frees the row of a run: `retile` has reset the cache, and the row of that
+            # number may be another sample's now.
             self.scheduler.running = []
             self.scheduler.waiting = []
             for run in runs:
@@ -56,8 +62,8 @@ class MigratableEmbeddedEngine(EmbeddedEngine):
                     self.scheduler.seat(run, row)
                     self.running.append(run)
             if rule is not None:
-                # Not by `set_rule`, which lets a rule inherit from the one before: all ranks of a group must have the
-                # same rule, or they would choose different drafts.
+                # Not by `set_rule`, which lets a rule inherit from the one before, and those differ between ranks: all
+                # ranks of a group must have the same rule, or they would choose different drafts.
                 self.choice.chosen = self.choice.rule = rule
             return runs
 

@@ -25,7 +25,7 @@ from megatron_rlspec.push.bucket import Bucket, buckets
 from megatron_rlspec.push.update import update_weights
 from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, SpecConfig
 
-# in the errors of collective calls if another rank has ended: a path in gloo's source
+# A text in the errors of collective calls when another rank has ended: they name a file of gloo's source.
 LOST = "gloo/"
 GRACE = 1.0  # seconds in which a follower's main thread may report that a rank was lost
 MESSAGE_BYTES = 64 << 20  # bytes of weights in one message
@@ -38,8 +38,11 @@ class Fleet:
     The ranks generate in ticks of `every` rounds. Between two ticks samples are returned, new requests begin, and
     samples move. A call that changes the engines waits for the end of a tick.
 
-    Any thread may call any method. One that waits in `generate` runs the ticks for all. A thread that takes both locks
-    takes `_lock` first.
+    Any thread may call any method. There is no thread for the ticks: those that wait in `generate` run them, one after
+    another, each for the requests of all. A thread that takes both locks takes `_lock` first.
+
+    member  rank 0's part of the fleet
+    every   rounds of a tick (`tail.every`)
     """
 
     bucket_memory = None  # buckets hold plain tensors
@@ -63,7 +66,7 @@ class Fleet:
         self._moves: list[dict[str, Any]] = []  # records for `moves.jsonl`
         self._size_changes: list[dict[str, Any]] = []
         self._closed = False
-        # the ranks may be in the middle of an order, where a new one would be misread
+        # True during an order, and for ever after one that broke off: the ranks would misread a new order
         self._mid_order = False
         self._lost = ""  # why the ranks can no longer be reached
 
@@ -112,7 +115,7 @@ class Fleet:
                 scheduler.check(run, known_ids)
             for run in runs:
                 id = run.request.id
-                if run.sample is not None:
+                if run.sample is not None:  # its partial sample had ended already
                     self._done[id] = run.sample
                     continue
                 self._new.append((run.request, sampling))
@@ -189,7 +192,7 @@ class Fleet:
             return record
 
     def _tick(self) -> Tick:
-        """Return the next tick, and clear what it takes along. The caller holds `_fields_lock`."""
+        """Return the next tick, and clear the fields whose content is in it. The caller holds `_fields_lock`."""
         dealt = self._deal()
         cap = max((sampling.max_new_tokens for _, sampling in self._open.values()), default=1)
         tick = Tick(
@@ -207,10 +210,10 @@ class Fleet:
         return tick
 
     def _deal(self) -> list[Requests]:
-        """Deal the new requests to the ranks that have least to do. Returns them by rank.
+        """Deal the new requests to the ranks that have the fewest. Returns them by rank.
 
-        Whole groups go to one rank, where they share the cache of their prompt; parts of groups if there are fewer
-        groups than ranks.
+        A whole group goes to one rank, where it shares the cache of its prompt. A group larger than an equal share is
+        cut into parts, which may go to several ranks.
         """
         ranks = self.member.ranks.size
         groups: dict[int, Requests] = {}
@@ -219,6 +222,7 @@ class Fleet:
             groups.setdefault(request.prompt.id, []).append((request, sampling))
         # Requests that a rank gets at once: an equal share, rounded up.
         largest_part = max(1, -(-len(self._new) // ranks))
+        # open requests by rank
         busy = [report.open for report in self.member.reports] or [0] * ranks
         dealt: list[Requests] = [[] for _ in range(ranks)]
         for group in groups.values():
@@ -267,12 +271,13 @@ class Fleet:
             return self.member.call(name, *arguments)
 
     def begin_update(self, version: int, scope: Scope = "all") -> None:
-        """See `RolloutEngine`. No tick runs until the end."""
+        """See `RolloutEngine`. No tick runs until `end_update`, which must follow also if this call fails."""
         with self._lock:
             self._updating = True  # first, so that no further tick begins before the call
         self._call("begin_update", version, scope)
 
     def send(self, bucket: Bucket, *others: Any) -> None:
+        """See `RolloutEngine`. A bucket goes to the ranks in messages of MESSAGE_BYTES."""
         for lot in buckets(bucket.tensors, MESSAGE_BYTES):
             # Copies: pickle writes the whole storage of a view.
             self._call("send", Bucket([(name, tensor.cpu().clone()) for name, tensor in lot]))
@@ -320,7 +325,10 @@ class Fleet:
         return stats
 
     def fingerprints(self) -> dict[str, int]:
-        """Compute the fingerprints on all ranks. A tensor that differs between ranks gets DIFFERS."""
+        """Compute the fingerprints on all ranks. A tensor that differs between ranks gets DIFFERS.
+
+        Each rank's are of full tensors, so they are equal on all ranks if all have the same weights.
+        """
         ranks = self._call("fingerprints")
         marks: dict[str, int] = {}
         for of_rank in ranks:
@@ -351,7 +359,10 @@ class Fleet:
 
 
 class Follower:
-    """The part of a rank above 0: it runs rank 0's orders in a thread, until rank 0 closes the fleet."""
+    """The part of a rank above 0: it runs rank 0's orders in a thread, until rank 0 closes the fleet.
+
+    If the thread fails, it ends this rank's process.
+    """
 
     def __init__(self, member: Member) -> None:
         self.member = member

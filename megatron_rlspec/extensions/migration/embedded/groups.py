@@ -17,7 +17,10 @@ class Groups:
         self._made: dict[int, Solo | TensorParallel] = {1: Solo()}
 
     def of(self, size: int) -> Solo | TensorParallel:
-        """Return this rank's group of `size` ranks, which divides the job. All ranks ask for new sizes in one order."""
+        """Return this rank's group of `size` ranks. `size` must divide the number of ranks of the job.
+
+        The first call for a size is collective: all ranks of the job must ask for new sizes in one order.
+        """
         if size not in self._made:
             world = dist.get_world_size()
             blocks = [list(range(first, first + size)) for first in range(0, world, size)]

@@ -1,8 +1,8 @@
 """One rank's part of a fleet of embedded engines: it runs its requests, and exchanges samples with other ranks.
 
-All ranks run the same calls in lock-step. Rank 0 decides them (`fleet.py`). One tick: a change of the tensor-parallel
-size if that pays, the same plan of moves on every rank, the moves, some rounds, one exchange of reports, and the ended
-samples of all ranks to rank 0.
+All ranks run the same calls in lock-step. Rank 0 decides on them (`fleet.py`). One tick is, in this order: a change of
+the tensor-parallel size if that pays, the requests that go or come, the same plan of moves on every rank, the moves,
+some rounds, one exchange of reports, and the ended samples of all ranks to rank 0.
 
 What a rank decides by itself follows from the loads that all ranks exchanged, and from no clock. So all ranks decide
 alike, and a resumed run decodes in the same batches as an uninterrupted one.
@@ -36,7 +36,7 @@ Requests = list[tuple[Request, Sampling]]
 class Tick(NamedTuple):
     """An order to run some rounds on all ranks.
 
-    new      the requests that begin, for each rank
+    new      the requests that begin, by rank; `Fleet` has checked them
     aborted  ids of samples to end now, with what they have
     dropped  ids of samples that no caller waits for; they end without a sample
     rounds   to run, beside the one round that a plan of moves takes; fewer on a rank that has no request left
@@ -68,13 +68,13 @@ class Report(NamedTuple):
 
 
 class Member:
-    """One rank. On rank 0 `Fleet` calls `tick` and `call`, on the others `Follower`, with the same arguments.
+    """One rank of the fleet. On rank 0 `Fleet` calls `tick` and `call`, on the others `Follower`, with equal arguments.
 
     rebalancer  plans the moves; None: samples stay where they were dealt
     tp_planner  decides on the tensor-parallel size of a rollout's end; None: it stays 1
     groups      of the ranks, made for all sizes in question; needed with `tp_planner`
-    reports     of all ranks, of the last tick; [] before the first
-    runs        the requests that this rank's engine has
+    reports     by rank, of the last tick; [] before the first
+    runs        the requests of this rank's engine, running or waiting; within a tick also those that it has ended
     """
 
     def __init__(
@@ -108,13 +108,14 @@ class Member:
         self._error = ""
         engine = self.engine
         self._resize(order)  # first: it decides which ranks get the new requests
+        # Before `submit`: a request that was dropped may come again under its id.
         dropped = {run.request.id for run in engine.drop(order.dropped)}
         self.runs = [run for run in self.runs if run.request.id not in dropped]
         new: Requests = []
         for rank in self._group:  # ranks that are one engine have one set of requests
             new += order.new[rank]
         self.runs += engine.submit(new)
-        engine.abort(order.aborted)
+        engine.abort(order.aborted)  # after `submit`: new requests may be among them
         plan = self._plan(order)
         if plan:
             self._move(plan)
@@ -163,7 +164,7 @@ class Member:
         return loads
 
     def _step(self) -> None:
-        """Run one round. Keeps the error of an engine that fails, for `_report`."""
+        """Run one round. Does not raise: the error of an engine that fails is kept for `_report`."""
         try:
             self.engine.step()
         except RuntimeError as error:
@@ -203,6 +204,7 @@ class Member:
         # rank to another; an engine of several ranks cannot take part.
         if order.aborted or order.dropped or len(self._group) > 1:
             return []
+        # After an error `Fleet` ends the calls that wait, and their requests.
         for report in self.reports:
             if report.error:
                 return []
@@ -267,7 +269,7 @@ class Member:
     def call(self, name: str, *arguments: Any) -> list[Any]:
         """Call the method `name` of every rank's engine. Collective. Returns the results of all ranks, in their order.
 
-        Raises the first rank's EngineError on every rank.
+        Raises EngineError on every rank if it failed on any, with the error of the first such rank.
         """
         error = ""
         result = None

@@ -7,8 +7,8 @@
     finish ── stage 2: that round's columns► land: the samples run here from now on
 
 Every step is a method of `TransferEndpoint`. The caller (`Member._leave`, `Member._come`) carries the messages, and
-runs exactly one round between the stages. A sample that is not granted stays. Both engines have the same model and the
-same version of its weights, because the ranks of a job move in lock-step.
+runs exactly one round between the stages: `grant` reserves room for one. A sample that is not granted stays. Both
+engines have the same model and the same version of its weights, because the ranks of a job move in lock-step.
 
 A column is a position of a sample (`rollout/embedded/cache.py`). Column c of the drafter's cache holds the pair
 (hidden state of column c - 1, token of column c), so there is none for column 0.
@@ -132,14 +132,16 @@ class TransferEndpoint:
         leaving: list[tuple[ActiveRequest, Columns]] = []
         requests = []
         for id, (run, sent) in self.departing.items():
-            if run.row < 0:
+            if run.row < 0:  # it has ended, or waits
                 continue
             length, drafted, _ = self._extent(run)
-            # The drafter's next run on the target engine begins at column `drafted`, which reads column drafted - 1.
+            # The drafter's next run on the target engine begins at column `drafted`, whose pair has the hidden state of
+            # column drafted - 1.
             hidden = (drafted - 1, length - 1) if self.drafts else (0, 0)
             rest = Columns(id, (sent.drafter[1], drafted), hidden, (sent.target[1], length - 1))
             leaving.append((run, rest))
-            # `continued` takes it along. While a sample runs, only the row's counter is up to date.
+            # `run.continued()` below copies `run.draws` into the request. While a run has a row, only
+            # `rounds.draws[row]` is counted on (see `Scheduler.vacate`): store it first.
             run.draws = int(self.engine.rounds.draws[run.row])
             requests.append((run.continued(), run.sampling))
         # Before `remove`, which frees the slots.
@@ -152,7 +154,10 @@ class TransferEndpoint:
     # ---- target -----------------------------------------------------------------------------------------------------
 
     def grant(self, offer: Offer) -> list[RowReservation]:
-        """Reserve a row and slots for each offered sample that there is room for."""
+        """Reserve a row and slots for each offered sample that there is room for.
+
+        The rows stay reserved until `land`, also those of samples that will not come.
+        """
         cache = self.cache
         coming: set[bytes] = set()  # keys of the prefixes that samples of this offer bring
         grants = []
@@ -168,7 +173,7 @@ class TransferEndpoint:
             size = len(prefix.tokens)
             comes = prefix.key in coming
             coming.add(prefix.key)
-            # A prefix of which this engine has a part only is sent whole.
+            # A prefix is sent whole unless this engine has all of it, or an earlier sample of the offer brings it.
             target = size if comes or prefix.computed == size else 0
             drafter = max(size, 1) if comes or prefix.drafted >= size else 1
             grants.append(RowReservation(id, target, drafter))
@@ -198,7 +203,8 @@ class TransferEndpoint:
             cache.computed[row] = len(tokens) - 1
             prefix = cache.prefix[row]
             size = len(prefix.tokens)
-            # A row's own columns begin behind its prefix, whose state is `prefix.drafted`; column 0 has no pair.
+            # `cache.drafted` of a row is at least its prefix's length, because the prefix's columns count in
+            # `prefix.drafted`; and at least 1, because column 0 has no pair.
             cache.drafted[row] = max(columns.drafter[1], size, 1)
             prefix.drafted = max(prefix.drafted, min(columns.drafter[1], size))
             self.engine.scheduler.seat(run, row)
@@ -221,7 +227,7 @@ class TransferEndpoint:
         return int(self.cache.length[run.row]), drafted, size
 
     def _pools(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every pool with the kind of its data. Source and target rely on this one order."""
+        """Yield every pool with the kind of its data. This is the order of `KVMessage.data` on both sides."""
         layers = self.cache.model.arch.layers  # the target's; the drafter's layers follow
         for pool in self.cache.kv[layers:]:
             yield "drafter", pool
@@ -252,7 +258,7 @@ class TransferEndpoint:
         return KVMessage(samples, data, requests)
 
     def _write(self, message: KVMessage) -> None:
-        """Copy a message's columns into the slots of the reserved rows."""
+        """Copy a message's columns into the slots of the reserved rows. The source's `_message` has their order."""
         rows = [self.reserved[columns.id] for columns in message.samples]
         slots = self._slots(rows, message.samples)
         for (kind, pool), data in zip(self._pools(), message.data, strict=True):

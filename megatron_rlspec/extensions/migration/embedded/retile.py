@@ -1,7 +1,8 @@
 """Change the tensor-parallel size of embedded engines between two rounds: weights and KV caches move between ranks.
 
-Source: PAT, section 4.3. No file is read. Every tensor is gathered layer by layer on the ranks that need it, and each
-rank keeps its slice. The shards lie as in PAT: at size t, rank r holds shard r mod t, in the order of heads.
+Source: PAT, section 4.3. No file is read. Weights are gathered one parameter after the other, and caches layer by
+layer, on the ranks that need them; each rank keeps its part. The shards lie as in PAT: at size t, rank r holds shard
+r mod t, in the order of heads.
 
 `regroup.py` calls `retile` on all ranks. Every rank makes the same collective calls in the same order, also for rows
 that it does not hold: all ranks must be given equal `rows`. `rollout/embedded/cache.py` defines the cache.
@@ -31,8 +32,8 @@ class Switch:
 
     before  this rank's group of `old` ranks
     after   its group of `new` ranks
-    wide    its group of the larger size. Nothing moves between wide groups. One holds `wide.size / old` groups
-            before the change and `wide.size / new` after it
+    wide    its group of the larger size. Nothing moves between wide groups. A wide group holds `wide.size / old`
+            groups before the change and `wide.size / new` after it
 
     One of the sizes divides the other, and both divide the job.
     """
@@ -47,12 +48,12 @@ class Switch:
 
     @property
     def old_group(self) -> int:
-        """Return this rank's group before the change, counted within the wide group."""
+        """Return the index within the wide group of this rank's group before the change."""
         return self.wide.rank // self.old
 
     @property
     def new_group(self) -> int:
-        """Return this rank's group after the change."""
+        """Return the index within the wide group of this rank's group after the change."""
         return self.wide.rank // self.new
 
 
@@ -67,6 +68,9 @@ def retile(
 
     At a larger size a rank has less of the weights, but more hidden states: it has more slots, and hidden states are
     not split. To keep the peak of memory low, what shrinks is changed first.
+
+    The rows of before are gone afterwards: the caller must give the engine its new requests (`replace_requests`) before
+    the next round.
     """
     if switch.new > switch.old:
         retile_weights(model, switch)
@@ -79,7 +83,7 @@ def retile(
 def retile_weights(model: Decoder, switch: Switch) -> None:
     """Give every rank its part of the weights at the new size, one parameter after the other. Collective.
 
-    All ranks gather in the order of `model.parameters`.
+    All ranks gather in the order of `model.parameters`, which is the same on all of them.
     """
     comm = switch.after
     for index, parameter in enumerate(model.parameters):
@@ -119,9 +123,9 @@ def _part_of(parameter: Parameter, switch: Switch) -> Parameter:
 
 
 class CacheRow(NamedTuple):
-    """A row of a cache that moves to another group of ranks. Every rank of the wide group has this description.
+    """A row of a cache before a change of the size. Every rank of the wide group has this description.
 
-    source, target   its group of ranks before and after the change, counted within the wide group
+    source, target   index within the wide group of its group of ranks before and after the change
     computed         columns [0, computed) hold the keys of the target model
     drafted          columns [1, drafted) hold the keys of the drafter
     prefix_computed, prefix_drafted   the same for the prompt's columns, which other rows may share
@@ -139,7 +143,7 @@ class CacheRow(NamedTuple):
 
     @classmethod
     def of(cls, cache: Cache, row: int, id: str, source: int) -> CacheRow:
-        """Describe a row of this rank's cache. `source` is this rank's old group; `_replace` sets the target later."""
+        """Describe a row of this rank's cache. `source`: this rank's old group. `regroup.py` sets the target later."""
         prefix = cache.prefix[row]
         computed = int(cache.computed[row])
         return cls(
@@ -165,9 +169,9 @@ def retile_cache(
     rows_here  the row in this rank's cache of each id; it must have every id of `rows` whose source is this rank's old
                group. A row whose id is not in `rows` is dropped
 
-    Returns the row of each id that this rank's group has now. An id that the group has no room for is missing; its
-    caller computes it anew. The cache keeps its bytes of keys and values: it has new / old times the slots, rounded
-    down.
+    Returns the row of each id that this rank's group has now. An id that the group has no room for is missing: the
+    caller must compute its columns anew. The cache keeps its bytes of keys and values: it has new / old times the
+    slots, rounded down.
     """
     # `reset` forgets which slots the rows had. The pools, `cache.kv` and `cache.hidden`, keep their contents.
     old_slots = {}
@@ -194,11 +198,13 @@ def retile_cache(
         data = pool[columns[own_group][OLD_SLOT]].unflatten(1, (2, -1))
         # Release the old pool before the new one is made; `pool` refers to it, too.
         cache.kv[layer] = pool = data.new_empty(0)
-        data = switch.before.concat(data, 2)  # all heads
+        # All heads. Also if this group sends no columns: the call is collective.
+        data = switch.before.concat(data, 2)
         heads_per_rank = data.shape[2] // switch.new
         first = heads_per_rank * switch.after.rank
         heads = slice(first, first + heads_per_rank)
         cache.kv[layer] = _spread(data, heads, cache.total, columns, switch).flatten(1, 2)
+    # [n, width] -> [n, 1, 1, width], as `_spread` expects
     data = cache.hidden[undrafted[own_group][OLD_SLOT]][:, None, None]
     cache.hidden = data.new_empty(0)
     all_parts = slice(None)  # hidden states are not split: every rank of a group has all
@@ -207,7 +213,7 @@ def retile_cache(
 
 
 def _open_row(cache: Cache, row: CacheRow) -> int | None:
-    """Take a row of the new cache, and slots for all its tokens; None without room."""
+    """Take a row of the new cache, and slots for all its tokens. Returns the row, or None if there is no room."""
     new = cache.open(row.tokens, row.prompt_len, len(row.tokens))
     if new is not None:
         # `Cache.open` has set both as for a row of which only the prefix is computed.
@@ -259,7 +265,7 @@ def _moving(
 
 
 def _columns(first: int, last: int, drafted: int, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Return columns [first, last) as `_moving` does, `[4, last - first]`. `old`, `new`: slots by column."""
+    """Return columns [first, last) in the form of `_moving`, `[4, last - first]`. `old`, `new`: slots by column."""
     columns = np.arange(first, last)
     ends = np.full_like(columns, drafted)
     return np.stack([columns, ends, old[first:last], new[first:last]])
@@ -281,12 +287,14 @@ def _spread(
     pool = data.new_zeros(slots, *of_this_rank.shape[1:])
     for source, columns in enumerate(moving):
         new = columns[NEW_SLOT]
-        if not len(new):  # on all ranks alike, so none waits in this broadcast
+        # `n` is equal on all ranks of the wide group, so all skip the broadcast or none does.
+        if not len(new):
             continue
         part = data
         if source != switch.old_group:
             part = data.new_empty(len(new), *data.shape[1:])
-        # From the old group's first rank: every rank of that group has gathered all heads.
+        # From the old group's first rank: every rank of that group has gathered all heads. `group_src` is a rank within
+        # the wide group.
         dist.broadcast(part, group=switch.wide.group, group_src=source * switch.old)
         in_this_cache = new >= 0
         pool[new[in_this_cache]] = part[in_this_cache][:, :, heads]

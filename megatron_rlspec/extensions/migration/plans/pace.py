@@ -1,4 +1,7 @@
-"""How fast an engine decodes, from the cost of its rounds and the acceptance of drafts."""
+"""How fast an engine decodes, from the cost of its rounds and the acceptance of drafts.
+
+`Rebalancer` and `TPPlanner` compare engines by it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class Pace:
 
         RLHFSpec, section 6.1 and figure 9: its threshold.
         """
-        batch = np.arange(1.0, MOST_BATCH + 2)
+        batch = np.arange(1.0, MOST_BATCH + 2)  # one more than MOST_BATCH, for the gain of the last
         throughput = batch / self.per_token(batch, max(length, 1.0))
         gains = np.diff(throughput)
         flat = np.flatnonzero(gains < NEGLIGIBLE * throughput[0])

@@ -68,7 +68,7 @@ class Rebalancer:
         while len(order) > 1:
             smallest = order[0]
             largest = order[-1]
-            order = order[1:-1]
+            order = order[1:-1]  # both are done: an engine takes part in one move at most
             surplus = len(largest.running) - threshold
             # The requests that wait on the smaller engine will take a part of its room.
             deficit = threshold - len(smallest.running) - smallest.waiting
@@ -93,7 +93,7 @@ def _leaving(load: Load, count: int, room: int) -> tuple[str, ...]:
     """Return the ids of at most `count` samples that leave an engine, for another one with room for `room` tokens."""
     ids: list[str] = []
     for sample in sorted(load.running, key=_by_context):
-        room -= sample.context
+        room -= sample.context  # room for what it has now, not for what it will still generate
         if len(ids) == count or room < 0:
             break
         ids.append(sample.id)

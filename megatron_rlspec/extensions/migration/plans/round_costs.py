@@ -2,7 +2,7 @@
 
 `benchmarks/round_costs.py` writes the file, as JSON. `rounds` is a list of [tensor-parallel size, requests, context
 tokens of all requests, drafts of each request, ms], and `prefill` a list of [tensor-parallel size, tokens, ms]. Other
-fields say where it was measured, and are not read here.
+fields say where it was measured, and are not read here. `TPPlanner` compares sizes by these durations.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class TPPlanner:
             if size != tp:
                 cost, how = self.cost(loads, tp, size)
                 changes.append((cost + self.finish_ms(samples, size, cap), size, how))
-        ms, best, how = min(changes)  # the smaller size if two are equal
+        ms, best, how = min(changes)  # the smaller size if two take equally long
         return (best, how) if ms < stay_ms * (1 - GAIN) else (tp, "kv")
 
     def finish_ms(self, samples: Sequence[RunningSample], tp: int, cap: int) -> float:
@@ -97,6 +97,7 @@ class TPPlanner:
 
     def _group_ms(self, group: Sequence[RunningSample], tp: int, cap: int) -> float:
         """Return the ms in which one engine of the size `tp` finishes these samples, all of them run to the cap."""
+        # [n] tokens that each sample may still get: the cap less the response so far
         left = np.array([max(cap - sample.context + sample.prompt, 0) for sample in group])
         order = left.argsort(kind="stable")
         ends = left[order]  # [n] tokens from now
