@@ -1,4 +1,7 @@
-"""Rollouts to micro-batches: the advantages of samples within their group, then this rank's part, packed."""
+"""Rollouts to micro-batches: the advantages of samples within their group, then this rank's part, packed.
+
+`Session.pack` calls all three in this order. Evaluations and the drafter's own updates call `micro_batches` only.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ def advantages(algorithm: AlgorithmConfig, longest: int, group: Group) -> list[f
     """Return the advantage of every sample of a group, in their order.
 
     longest  tokens that a response may have (rollout.max_new_tokens)
+    group    with rewards. It is not changed
     """
     shaped = []  # rewards, with the penalty of responses that are too long
     for sample in group.samples:
@@ -68,7 +72,7 @@ def micro_batches(
     advantages       of each sample; None: 0
     version          of the policy that trains on them, for `PackedBatch.staleness`
     drafter_weights  of each sample, `[n]`; None: 1
-    depth            drafts of each position; 0: drafter.depth
+    depth            drafts that the drafter learns or is measured on at each position; 0: drafter.depth
     supervised       whether these are demonstrations, which no policy of the run has sampled. The loss is then a mean
                      over all tokens, whatever [algorithm] says
     """

@@ -38,7 +38,7 @@ class Checkpoints:
 
         A directory whose name ends otherwise than in a number, such as a user's copy, is left out.
         """
-        folders = sorted(self.folder.glob("step-*/"))
+        folders = sorted(self.folder.glob("step-*/"))  # by the number, which has a fixed width
         return [path for path in folders if path.name.removeprefix("step-").isdecimal()]
 
     def read_state(self, path: Path) -> State:
@@ -49,7 +49,7 @@ class Checkpoints:
             raise CheckpointError(f"{error}; remove {path} to go on without it") from None
 
     def prune(self) -> None:
-        """Remove all but the newest `KEPT`, and what an unfinished write left."""
+        """Remove all but the newest `KEPT`, and what an unfinished write left. Rank 0 calls it after each write."""
         for old in self.whole()[:-KEPT]:
             shutil.rmtree(old)
         for partial in self.folder.glob(".step-*"):

@@ -1,4 +1,9 @@
-"""What the drafter learns from, and when; and the tokens that drafts are chosen from."""
+"""What the drafter learns from, and when; and the tokens that drafts are chosen from.
+
+`session.py` calls `Drafting` on every rank. The schedule, which an extension may replace, decides on steps and on
+rollouts. This file has what is equal for every schedule: the part of the samples (`drafter.share`), and the draft
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from megatron_rlspec.train.step import Trainer
 from megatron_rlspec.types import Group, Sample, samples_of
 
 # With drafter.share=auto the drafter learns from this part of a step's tokens, but from AUTO_LEAST_TOKENS at least: a
-# quarter of a small step teaches too little (docs/staleness.md).
+# quarter of a small step teaches too little (docs/staleness.md). `drafter_schedules/fresh.py` uses AUTO_SHARE, too.
 AUTO_SHARE = 0.25
 AUTO_LEAST_TOKENS = 2048
 
@@ -32,7 +37,8 @@ def chosen_samples(lengths: Sequence[int], share: float | None, seed: Sequence[i
     if share is None:
         wanted = max(AUTO_LEAST_TOKENS, AUTO_SHARE * sum(lengths))
         tokens_so_far = np.cumsum(np.asarray(lengths)[order])
-        # the first sample with which the sum reaches `wanted`; beyond the end if all are too few
+        # As many samples as have `wanted` tokens, in this order. One more than there are samples if all have fewer
+        # tokens; the slice below then has all.
         number = int(np.searchsorted(tokens_so_far, wanted)) + 1
     else:
         number = max(1, round(share * len(lengths)))
@@ -64,7 +70,7 @@ class Drafting:
         """
         self._trainer = trainer
         self._vocabulary = loaded.vocabulary
-        # whether the drafter learns from rollouts, by a schedule and from a part of the samples
+        # whether the drafter learns from rollouts: then by a schedule, and perhaps from a part of the samples only
         self._learns = trainer.config.drafter.train and not supervised
         self.schedule = DrafterSchedule()
         if self._learns and extension is not None:
@@ -76,11 +82,14 @@ class Drafting:
         self.tokens = int(state.get("tokens", 0))
         if self._vocabulary is not None and state.get("words"):
             self._vocabulary.restore(state["words"])
-            # an update can come before the next rollout
+            # now, and not only at `observe`: with drafter.overlap an update comes before it
             trainer.set_draft_vocabulary(self._vocabulary.ids())
 
     def weights(self, step: int, samples: Sequence[Sample]) -> np.ndarray | None:
-        """Return the drafter's weight of every sample of a step, `[n]`; None if all are 1."""
+        """Return the drafter's weight of every sample of a step, `[n]`; None if all are 1.
+
+        With `drafter.share` samples that are left out have the weight 0.
+        """
         weights = self.schedule.weights(samples)
         config = self._trainer.config
         if not config.drafter.learns_part or not self._learns:
@@ -110,6 +119,8 @@ class Drafting:
         rollout_seconds: float | None,
     ) -> dict[str, float]:
         """Update policy and drafter by `train`, which is `train_rollout` of the step. Returns the metrics. Collective.
+
+        Call it once in a step, after `observe`.
 
         rollout_seconds  as in `DrafterSchedule.train_step`
         """

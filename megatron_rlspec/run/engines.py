@@ -34,7 +34,7 @@ class RunDraftRule(DraftRule):
     """The speculation rule or fixed configuration of a run's engines.
 
     speculates     whether engines speculate
-    canary_drafts  drafts per round of a canary, if engines speculate
+    canary_drafts  drafts per round of a canary, if engines speculate; else of no meaning
     """
 
     def __init__(self, config: Config, learning: Learning) -> None:
@@ -42,6 +42,7 @@ class RunDraftRule(DraftRule):
         adaptive = options.mode == "adaptive"
         super().__init__(learning, None if adaptive else options.config())
         most_candidate = max(options.candidate_steps) if adaptive else 0
+        # Under mode=adaptive num_steps may be 0: a canary that tests the drafter needs drafts.
         self.canary_drafts = options.num_steps or most_candidate
         self.speculates = options.mode != "off" and self.canary_drafts > 0
         self._rule_file = Path(config.train.run_dir) / "spec_rule.json"
@@ -51,8 +52,10 @@ class RunDraftRule(DraftRule):
     ) -> dict[str, float]:
         """Learn from the rounds and rule reports of a rollout, and take the trainer's `prediction` of the next one.
 
-        The rounds also score the prediction of the step before. `delivered` is the tokens that a round delivered to a
-        sample, on average. Writes the present rule to `run_dir/spec_rule.json`. Returns metrics.
+        The rounds also score the prediction of the step before. Writes the present rule to `run_dir/spec_rule.json`.
+        Returns metrics. Call it once a rollout.
+
+        delivered  tokens that a verify round delivered to a sample, on average; NaN: not known
         """
         # In this order: `observe` compares the rounds with the old prediction and drops it, `expect` sets the new one.
         metrics = self.observe(rounds, reports, delivered) | self.learning.expect(prediction)
@@ -91,17 +94,19 @@ class Engines:
         migration  an extension that moves running samples; None: samples stay where they began
         """
         rollout = config.rollout
-        # The embedded engine has a queue of its own, so it gets all requests at once (0). Then the round in which a
-        # sample begins does not depend on threads, nor does how far unfinished samples are when a batch is full.
+        # The embedded engine has a queue of its own, so it gets all requests at once (0: no limit). Then the round in
+        # which a sample begins does not depend on threads, nor do the tokens that unfinished samples have when a batch
+        # is full.
         embedded = rollout.engine == "embedded"
         max_in_flight = 0 if embedded else rollout.max_running_requests
         # Only keyed noise lets an SGLang engine continue a sample.
         can_continue = embedded or config.keyed
         self.pool = EnginePool(named, max_in_flight, self.restart, can_continue=can_continue)
         self.health = Health(
-            # Without training the trainer has no drafter to send; engines keep that of model.path.
+            # Without training the trainer has no drafter to send: its tensors count as frozen, and engines keep those
+            # that they started with.
             Pusher(self.pool.engines, frozen=() if config.drafter.train else drafter),
-            drafter.__contains__,
+            drafter.__contains__,  # whether a tensor of this name is the drafter's
             self.set_speculation if speculation.speculates else None,
             canary[:CANARY_PROMPTS],
             rollout.sampling,
@@ -157,7 +162,7 @@ class Engines:
         self._asleep = True
 
     def wake(self) -> None:
-        """Let engines that sleep take their memory back. They have lost their weights."""
+        """Let engines that sleep take their memory back. They have lost their weights: a push must follow."""
         if not self._asleep:
             return
         # Before a call that can fail: an engine that is started in place of a failed one is awake.
@@ -175,11 +180,11 @@ class Engines:
         scope       "drafter" if the policy has not changed since the last push, else "all". If an engine does not have
                     that policy, all engines are sent all tensors
 
-        Raises HealthError if the weights of all engines stay wrong, EngineError if no engine is left and none can be
-        restarted, and PushError as `Pusher.push`.
+        Raises HealthError if the weights of all engines stay wrong, EngineError if no engine is left, and PushError as
+        `Pusher.push`. After an EngineError `awaited` says whether another call can help.
         """
         self.record_losses()
-        self._add_restarted()
+        self._add_restarted()  # before the weights, which these engines need, too
         # Before the weights, whose update renews the head over these tokens.
         if hot_tokens is not None:
             self.pool.call_all(lambda engine: engine.set_draft_vocabulary(hot_tokens))
@@ -201,7 +206,7 @@ class Engines:
 
     @property
     def awaited(self) -> bool:
-        """Return whether no engine is left, but one is starting again."""
+        """Return whether no engine is left, but one is starting again: then `push` waits for it."""
         return not self.pool.engines and self._restarts.pending
 
     def take_restarted(self) -> int:
@@ -223,7 +228,10 @@ class Engines:
             self._recorder.event("engine", message, engine=name)
 
     def restart(self, name: str) -> None:
-        """Start an engine that the pool has dropped again, if this run had started it. The pool calls this (`lost`)."""
+        """Start an engine that the pool has dropped again, if this run had started it.
+
+        The pool calls this, from any thread, once for each engine that it drops.
+        """
         if name in self._starting.restartable:
             self._restarting[name] = self._restarts.lost(name)
 

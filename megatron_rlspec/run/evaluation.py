@@ -1,4 +1,7 @@
-"""Evaluate a run: the policy by its reward on held-out prompts, a warm start's drafter on held-out answers."""
+"""Evaluate a run: the policy by its reward on held-out prompts, a warm start's drafter on held-out answers.
+
+`session.py` calls it between steps, on every rank.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ class Evaluation:
     def evaluate(self, name: str, done: int) -> float:
         """Generate and score responses to held-out prompts, if there are any, and write an event for each set.
 
-        Collective. Returns on rank 0 the mean reward on data.eval_path; NaN on other ranks, and without such prompts.
+        Collective. Returns on rank 0 the mean reward on data.eval_path; NaN on other ranks, without such prompts, and
+        if all rewards failed. The engines evaluate the weights of the last push.
 
         name  of the evaluation, as in `Generation.evaluate`
         done  steps of the run so far

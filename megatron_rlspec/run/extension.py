@@ -36,7 +36,7 @@ class DrafterSchedule:
         return None
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Take the rollouts of the next `train_step`. Called before `weights` of the same step."""
+        """Take the rollouts of the next `train_step`. Called once in a step, before `weights`."""
 
     def during_rollout(self, step: int, begin: Callable[[], object]) -> None:
         """Update the drafter while engines generate the rollout of `step`, which `begin` starts in the background.
@@ -61,7 +61,8 @@ class DrafterSchedule:
     def state(self) -> tuple[dict[str, Any], list[Group]]:
         """Return the state for a checkpoint: values that MessagePack can hold, by name, and the rollouts to keep.
 
-        On a resume the `DrafterScheduleBuilder` gets both.
+        Called on rank 0 only, so it must not communicate. On a resume the `DrafterScheduleBuilder` gets both on every
+        rank, perhaps from another schedule, if the options have changed: a key of its own may be missing.
         """
         return {}, []
 
@@ -89,9 +90,9 @@ class Migration(Protocol):
         """
 
     def observe(self, rounds: Rounds) -> None:
-        """Take the rounds of a rollout, by engine.
+        """Take the engines' rounds since the last call, by engine.
 
-        Called once after every rollout, before the push, and after every evaluation.
+        `Engines.rounds` calls it: after every rollout, before the push, and after every evaluation.
         """
 
 

@@ -1,6 +1,8 @@
 """Give a model without a drafter a fresh one, with which the run starts (`drafter.fresh`).
 
 The drafter is an MTP layer if drafter.kind=mtp and the model's family can get one, else an EAGLE-3 drafter.
+`commands/training.py` calls this before it settles the other options. How a fresh drafter then learns is in
+`extensions/drafter_schedules/fresh.py`.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ def with_fresh_drafter(config: Config) -> Config:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Both write the directory whole or not at all, so where it exists it is complete.
         if kind == "mtp":
+            # `link`: only the MTP layer is written; `target` refers to the model's own files, which must stay
             convert(plan(model, target, to="hf", add_mtp=True), link=True)
         else:
             make_drafter(model, target)

@@ -1,4 +1,4 @@
-"""Generate samples of prompts and score them, on rank 0.
+"""Generate samples of prompts and score them, on rank 0: for the rollouts of steps (`rollouts.py`) and for evaluations.
 
 Sampling seeds are made from (run seed, step, place of the prompt in the step, number of the sample). So a resumed run
 generates the same samples as an uninterrupted one, and a prompt that comes twice in a step gets other samples the
@@ -95,16 +95,19 @@ class Generation:
             )
 
     def start(self) -> None:
-        """Start the thread that ends a rollout when it is cancelled."""
+        """Start the thread that ends a rollout when it is cancelled. Call it once, before the first rollout."""
         threading.Thread(target=self._abort_when_cancelled, name="cancel", daemon=True).start()
 
     def close(self) -> None:
-        """End that thread, and the reward workers."""
+        """End the thread of `start`, and the reward workers. No rollout may run."""
         self._closed.set()
         self._scorer.close()
 
     def restore(self, begun: Sequence[OpenGroup]) -> None:
-        """Continue with a checkpoint's begun groups. Without `rollout.partial` they are dropped; an event says so."""
+        """Continue with a checkpoint's begun groups. Without `rollout.partial` they are dropped; an event says so.
+
+        Call it before the first rollout.
+        """
         self.begun = list(begun)
         if self.begun and not self._rollout.partial:
             message = f"rollout.partial=0: {len(self.begun)} begun groups are not continued"
@@ -140,6 +143,7 @@ class Generation:
             least = 0 if drawing.requests() else 1
             missing = max(options.begun_prompts - len(drawing.groups), least)
             prompts_of_step = [group.requests[0].prompt for group in drawing.groups]
+            # other prompts than those of the step, as long as there are some
             prompts = source.take(missing, prompts_of_step)
             drawing.begin(
                 self._requests(f"t{step:06d}", prompts, options.samples_per_prompt, step, taken)

@@ -64,7 +64,9 @@ def _contents(path: Path) -> bytes:
 
 
 def difference(written: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Return the first name in `present` whose digest `written` lacks or has otherwise; "" if there is none.
+    """Return the first name in `present` that `written` lacks or has another digest for; "" if there is none.
+
+    Names that are in `written` only are not compared.
 
     written  digests of the checkpoint, by names of options
     present  digests of this run

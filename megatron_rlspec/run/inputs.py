@@ -42,7 +42,7 @@ def naming_paths(config: Config) -> Iterator[None]:
         yield
     except ValueError as error:  # ConfigError and DataError are ValueErrors
         for name in PATHS:
-            path = option(config, name)[0]
+            path = option(config, name)[0]  # its value
             # "PATH: no such file" or "PATH: no such directory": the checks begin their messages so.
             if path and str(error).lower().startswith(f"{path}: no such ".lower()):
                 raise type(error)(f"{name}: {error}") from None
@@ -61,7 +61,7 @@ def _check(config: Config, command: Command) -> None:
         drafter=is_mtp and drafter.train and not drafter.fresh,
         spare=config.reserved_positions if generates else 0,
     )
-    with_drafter(config, hf_config)  # for its checks
+    with_drafter(config, hf_config)  # for its checks; the result is not used
     has_eagle3 = not is_mtp and bool(drafter.path)
     if has_eagle3 and reads_prompts and config.rollout.engine == "sglang":
         if problem := without_eagle3(hf_config):

@@ -96,7 +96,7 @@ def load(config: Config, command: Command) -> Loaded:
     """
     check_machine()
     generates = config.generates(command)
-    # Import the user's functions now: a mistake in them ends the run before it has begun.
+    # Import the user's functions now, so that a mistake in them ends the run before it has begun.
     for option, name in (
         ("algorithm.loss", config.algorithm.loss),
         ("algorithm.advantage", config.algorithm.advantage),
@@ -117,6 +117,7 @@ def load(config: Config, command: Command) -> Loaded:
     held_out: dict[str, Prompts] = {}
     reading = Reading(config.data, tokenizer, config.longest_prompt, config.train.seed)
     if command == "sft":
+        # a row has prompt and answer, so its limit is that of the model
         with_answers = reading._replace(longest=config.model.max_length)
         rows = Demonstrations(config.sft.path, with_answers, config.sft)
         check_ids(rows.held_out, hf_config["vocab_size"])
@@ -271,7 +272,7 @@ def place(
 
 
 def fit_here(hf_config: Mapping[str, Any], tensors: LazyTensors) -> Fit:
-    """Return the `Fit` of a model on the GPUs of this node, of which there must be one, beside the ranks of the job."""
+    """Return the `Fit` of a model on this node, which must have a GPU, in a job of the launcher's ranks."""
     machine = Hardware(
         gpus=len(placement.devices(os.environ, torch.cuda.device_count())),
         gpu=torch.cuda.get_device_properties(0).total_memory,  # bytes; GPUs are alike
@@ -286,7 +287,8 @@ def fit_here(hf_config: Mapping[str, Any], tensors: LazyTensors) -> Fit:
 def settle(config: Config, command: Command, engines_open: bool) -> Config:
     """Return the configuration with the options that it leaves to the run; rank 0 prints the choices.
 
-    Without a GPU nothing changes. All ranks must choose alike: the choice follows from model, options and machine.
+    Without a GPU nothing changes. All ranks must choose alike, without communication: the choice follows from model,
+    options and machine. Call it before `load`.
 
     engines_open  whether the user left number and size of the engines open (`inputs.leaves_engines_open`)
 

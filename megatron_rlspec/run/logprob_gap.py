@@ -1,6 +1,7 @@
 """How far log-probs of engines and trainer may differ, before the run concludes that an engine has other weights.
 
-`Trainer.train_step` skips the update of a policy with a larger gap.
+`Trainer.train_step` skips the update of a policy with a larger gap. `Records` holds the limit: it counts the skipped
+steps, and `session.py` hands the limit to each step.
 """
 
 from __future__ import annotations

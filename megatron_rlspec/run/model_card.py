@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rlspec import __version__
 
-# key of `Records.about` (keys of a step's record and of evaluations) -> what the card calls it
+# key of `Records.about` (`steps`, and keys of a step's record and of evaluations) -> what the card calls it
 FIGURES = {
     "steps": "steps",
     "eval/reward": "mean reward on held-out prompts, newest evaluation",

@@ -1,5 +1,6 @@
 """A run's records: a record of each step, lines on the terminal, events and texts. Rank 0 writes them.
 
+`records/recorder.py` writes the files; what is written, and when, is decided here. `session.py` calls it on every rank.
 `records/metric_names.toml` lists the metrics, docs/runs.md the files.
 """
 
@@ -40,7 +41,8 @@ class Records:
     recorded     steps that have a record
     bad_steps    how many of the newest steps, in a row, skipped all updates of the policy or of the drafter
     why_bad      why the newest step skipped updates; "" if it skipped none
-    about        figures for the model card (`model_card.FIGURES`): `steps`, and the newest record and evaluation
+    about        figures for the model card (`model_card.FIGURES`): `steps`, and the newest record and evaluation. On
+                 ranks above 0 `steps` only, and not kept up to date
     logprob_gap  the limit on the difference of log-probs between engines and trainer; equal on all ranks
     """
 
@@ -60,7 +62,7 @@ class Records:
         self.logprob_gap = LogprobGap(config.health.logprob_gap, config.model.dtype, older_samples)
         self._config = config
         self._first = done
-        # share of the newest step's groups; None: no groups yet
+        # share of the newest step's groups that have no advantage; None: no groups yet
         self._without_advantage: float | None = None
         self._useless_steps = 0  # in a row, in which no group had an advantage
         self._tokens = 0.0  # of all responses so far
@@ -71,7 +73,7 @@ class Records:
         run_dir = Path(config.train.run_dir)
         dropped = []
         if config.train.resume and done == 0:
-            # Read them first: `Recorder` removes the records of step `done` and later.
+            # Read the old records before `Recorder` removes those of step `done` and later: here, all of them.
             dropped = read_records(run_dir / "metrics.jsonl")
         options = config.model_dump(mode="json")
         sinks = partial(open_sinks, config.log, options, run_dir, done)
@@ -99,7 +101,11 @@ class Records:
             self.recorder.event(kind, message, **fields)
 
     def evaluated(self, done: int, which: str, result: Mapping[str, float]) -> None:
-        """Send the result of an evaluation after `done` steps to the sinks, as `eval/reward` or `eval/SET/reward`."""
+        """Send the result of an evaluation after `done` steps to the sinks, as `eval/NAME` or `eval/SET/NAME`.
+
+        which   name of the set; "" is data.eval_path
+        result  what `Generation.evaluate` returned for it. It has written the event
+        """
         if self.recorder is not None:
             prefix = f"eval/{which}/" if which else "eval/"
             values = {f"{prefix}{name}": value for name, value in result.items()}
@@ -121,7 +127,7 @@ class Records:
             self._useless_steps = 0
             return
         self._useless_steps += 1
-        if done and self._useless_steps != USELESS_STEPS:
+        if done and self._useless_steps != USELESS_STEPS:  # so only once in a row of such steps
             return
         # If all rewards failed, `Generation._record_failures` has written an event.
         if rewards.known_rewards(samples):
@@ -152,14 +158,14 @@ class Records:
         """
         self.recorded = step + 1
         skipped = [side for side in ("policy", "drafter") if values.get(f"{side}/skipped")]
-        # `skipped` is the share of the step's updates, because a rollout may have several.
+        # The metric `SIDE/skipped` is a share of the step's updates, because a rollout may have several.
         share = max((values[f"{side}/skipped"] for side in skipped), default=0.0)
         self.bad_steps = self.bad_steps + 1 if share == 1 else 0
         self.why_bad = ""
         if skipped:
             self.why_bad = self._why_skipped(skipped, values)
         else:
-            # Gaps of skipped steps would raise the limit that they have exceeded.
+            # Not of a skipped step: its gap would raise the limit that it has exceeded.
             self.logprob_gap.observe(values)
         if self.recorder is None:
             return

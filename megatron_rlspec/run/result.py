@@ -1,4 +1,7 @@
-"""Write the result of a run: policy and drafter as Hugging Face checkpoints that people can upload."""
+"""Write the result of a run: policy and drafter as Hugging Face checkpoints that people can upload.
+
+`session.py` calls `write_result` at the end and every `train.export_every` steps, and `keep_best` after evaluations.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def keep_best(loaded: Loaded, trainer: Trainer, records: Records, reward: float)
     """
     file = Path(trainer.config.train.run_dir) / BEST / REWARD
     best = read_json(file)["reward"] if file.exists() else -math.inf
-    # Rank 0's answer: only it knows the reward, and writing is collective.
+    # Rank 0's answer on every rank: only rank 0 knows the reward, and writing is collective.
     better: bool = ranks.job().tell(reward > best)
     if better:
         write_result(loaded, trainer, records, BEST, reward)

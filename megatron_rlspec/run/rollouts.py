@@ -70,14 +70,16 @@ class Rollout(NamedTuple):
 
 @dataclass(eq=False)
 class Rollouts:
-    """The rollouts of a run. `loading.build_rollouts` makes it on rank 0; `start` it, and end it with `close`.
+    """The rollouts of a run. `loading.build_rollouts` makes it on rank 0; call `start` first, and `close` last.
+
+    The main thread calls the public methods (`session.py`). `_generate` runs there or in `_thread`.
 
     generation   generates and scores
     engines      pool, health, pushes, restarts
     speculation  learns from rollouts how to speculate
     prompts      of the training steps; None: only evaluations are generated
     migration    as in `StartingRollouts`
-    newest       the rollout that `collect` returned last
+    newest       the rollout that `collect` returned last; before that one without groups
     _step        the step whose rollout runs, or ran last
     _ahead       the rollout that no `collect` has returned yet: running in `_thread`, ended, or from a checkpoint
     """
@@ -99,7 +101,7 @@ class Rollouts:
     def start(self, resumed: Mapping[str, Any], drawn: Drawn) -> None:
         """Continue from what `state` returned for a checkpoint (empty without one), and set the engines' rules.
 
-        Call it once, before everything else.
+        Call it once, before everything else, when the engines answer.
         """
         if self.migration is not None:
             self.migration.attach(self.engines.pool, self._record_moves)
@@ -118,19 +120,20 @@ class Rollouts:
             self.engines.pool.call_all(self.speculation.set)
 
     def close(self) -> None:
-        """End engines and reward workers. Engines come first, which ends a running rollout."""
-        self.engines.close()
+        """End engines and reward workers. Also after an error, while a rollout runs."""
+        self.engines.close()  # first: it ends a running rollout, for which `_thread` would wait
         if self._ahead is not None and not self._ahead.done():
-            # `engines.close` ends only engines that this run started.
+            # `engines.close` ends only engines that this run started. Others could go on with the rollout.
             self.engines.pool.close()
-        self._thread.shutdown()  # waits for the rollout; only then nothing needs reward workers
+        self._thread.shutdown()  # waits for the rollout, which needs the reward workers until then
         self.generation.close()
 
     def state(self, replay: Sequence[Group]) -> State:
         """Return the state for a checkpoint, with the drafter's stored rollouts `replay`. `start` reads it.
 
         Waits for the rollout that runs ahead, and includes it: a resumed run could not generate it again, because it
-        has the weights after the step, and this rollout has those before it.
+        has the weights after the step, and this rollout has those before it. If that rollout failed, its error is
+        raised here.
         """
         ahead = Rollout([], math.nan) if self._ahead is None else self._ahead.result()
         values = self.speculation.learning.state() | {"ahead": ahead.figures}
@@ -144,7 +147,7 @@ class Rollouts:
         Raises EngineError if no engine is left, HealthError for samples of a version that may not be trained on, and
         RewardError if all rewards of `train.max_bad_steps` steps in a row failed.
         """
-        # Also if it failed: the next `collect` generates again.
+        # Cleared before its result is read: if it failed, the next `collect` generates again.
         ahead, self._ahead = self._ahead, None
         self.newest = ahead.result() if ahead is not None else self._generate(step)
         groups = self.newest.groups
@@ -171,11 +174,15 @@ class Rollouts:
     def settle(self) -> None:
         """Wait for the rollout that runs ahead. If it failed, raises its error; the next `collect` generates anew."""
         if self._ahead is not None and self._ahead.exception() is not None:  # `exception` waits
+            # Cleared: else the next `collect` would raise the error again.
             failed, self._ahead = self._ahead, None
             failed.result()  # raises
 
     def _generate(self, step: int) -> Rollout:
-        """Generate and score the rollout of a step. After an error the order of prompts is as before the call."""
+        """Generate and score the rollout of a step. After an error the order of prompts is as before the call.
+
+        So a second try, or a checkpoint after the error, takes the same prompts.
+        """
         self._step = step
         prompts = self.prompts
         assert prompts is not None, "without prompts only evaluations are generated"
@@ -189,7 +196,8 @@ class Rollouts:
         except BaseException:
             prompts.order.restore(order)
             raise
-        # beside those of partial rollouts, the tokens of lost engines' samples
+        # `rollout` has counted the tokens that partial rollouts continued. Add those of samples that went on when
+        # their engine was lost.
         figures["continued_tokens"] += pool.continued_tokens - continued_before
         return Rollout(groups, time.perf_counter() - began, figures)
 
@@ -204,6 +212,7 @@ class Rollouts:
         `records/metric_names.toml` lists the names.
         """
         values = rollout_metrics(samples)
+        # NaN if `seconds` is
         values["tokens_per_second"] = values["response_tokens"] / self.newest.seconds
         values |= self.newest.figures
         metrics = {f"rollout/{name}": value for name, value in values.items()}
@@ -215,9 +224,10 @@ class Rollouts:
     def adapt(self, prediction: Prediction | None) -> dict[str, float]:
         """Learn from the rounds of the last rollout. Returns metrics.
 
-        `prediction` is the trainer's, of the next rollout's acceptance. Call this before the push: the canary's rounds,
-        under another configuration, would be among those of the rollout. Engines forget what was read,
-        so call it once in a step.
+        Call it once in a step, because engines forget what was read, and before the push: otherwise the rounds of the
+        canary, under another configuration, would be among those of the rollout.
+
+        prediction  the trainer's, of the next rollout's acceptance
         """
         rounds, reports = self.engines.rounds()
         # The engines' rounds are those of the rollout that ended last: with staleness the one ahead.

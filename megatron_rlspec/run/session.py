@@ -514,4 +514,4 @@ def _free_memory(trainer: Trainer) -> None:
     for learner in trainer.learners().values():
         learner.release_memory()
     torch.cuda.empty_cache()
-    ranks.job().barrier()  # an engine may use the GPUs of several ranks
+    ranks.job().barrier()  # rank 0 then starts or wakes the engines on the GPUs of all ranks

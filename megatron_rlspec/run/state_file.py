@@ -1,8 +1,8 @@
 """The file `checkpoints/step-000012.state`: all of a checkpoint but the trainer's part (`train/checkpoint.py`).
 
-It begins with the 32 bytes of a SHA-256 over the rest. The rest is a `State` in MessagePack (`wire.py`). A change of
-`State`, `Drawn` or a type in them can make earlier checkpoints unreadable. `checkpoints.py` refuses those of other
-versions of the package.
+`checkpoints.py` writes and reads it. It begins with the 32 bytes of a SHA-256 over the rest. The rest is a `State` in
+MessagePack (`wire.py`). A change of `State`, `Drawn` or a type in them can make earlier checkpoints unreadable:
+`checkpoints.py` refuses those of other versions of the package.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Drawn(NamedTuple):
         done     steps of the run so far: version `done` + 1 trains next
         partial  whether begun groups go on; if not, `Generation.restore` drops them
         """
-        # Without samples `oldest` is infinite, and the difference minus infinity.
+        # `OpenGroup.oldest` is the oldest version of any token. Without samples it is infinite, and the age minus
+        # infinity.
         ages = [0.0, done + 1 - OpenGroup([], samples_of(self.ahead)).oldest]
         if partial:
             # Begun groups go on in the next rollout: the next step's, or the one after it if that one is in `ahead`.

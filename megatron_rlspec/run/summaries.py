@@ -1,4 +1,7 @@
-"""Summarise the samples of a rollout: numbers for the records, and lines about one sample and missing advantages."""
+"""Summarise the samples of a rollout: numbers for the records, and lines about one sample and missing advantages.
+
+`generation.py`, `rollouts.py` and `recording.py` call these functions. None changes a sample.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from megatron_rlspec.speculation.acceptance import accept_length, pooled
 from megatron_rlspec.tasks import rewards
 from megatron_rlspec.types import Group, Sample
 
-SHOWN = (
-    40  # an event shows so many characters from the beginning of a text, and as many from its end
-)
+# an event shows so many characters from the beginning of a text, and as many from its end
+SHOWN = 40
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:

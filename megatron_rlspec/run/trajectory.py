@@ -166,7 +166,7 @@ class Trajectory:
         return self._policy
 
     def _apply(self, path: Path) -> None:
-        """Bring the policy to the step of this file, from that of the file before."""
+        """Bring `_policy` to the step of this file. It must be that of the file before, or empty for the first."""
         with TensorFile(path) as file:
             for key in file:
                 kind, _, name = key.partition("/")
@@ -212,7 +212,7 @@ class Replay:
 
     def load(self, trainer: Trainer, step: int) -> None:
         """Load the policy that the recorded run had before `step`. The drafter and its optimizer stay. Collective."""
-        # `fresh_drafter`: the files have no drafter, and the trainer keeps its own.
+        # `fresh_drafter`: the recorded files have no drafter, and the trainer keeps the one that it has.
         trainer.load_hf(self.recorded.policy(step), fresh_drafter=True)
 
 
@@ -266,7 +266,7 @@ def _difference(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[st
             positions = changed.nonzero()[:, 0]
             if not len(positions):
                 continue
-            if len(flat) < 2**31:
+            if len(flat) < 2**31:  # int32 can hold every position
                 positions = positions.int()
             sparse_bytes = len(positions) * (positions.element_size() + tensor.element_size())
             if sparse_bytes < len(flat) * tensor.element_size():

@@ -84,7 +84,7 @@ class Balancer:
                 logger.warning("%s takes no part in moves: %s", name, error)
                 del self._engines[name]
                 continue
-            # After `progress`: of a sample that ends between the two calls there is then no request, and it is left out.
+            # After `progress`: a sample that ends between the two calls has no request here, so it is left out.
             requests = dict(self._owner.on_engine(name))
             running = []
             for sample in load.running:
