@@ -69,8 +69,8 @@ class Engines:
     pool    generates; it has the engines that serve, by name
     health  pushes to these engines, and checks them
 
-    `restart` is called from any thread that sees an engine fail; the other methods by the run's main thread, or in a
-    rollout by that of `Rollouts`.
+    Any thread that sees an engine fail calls `restart`. The run's main thread calls the other methods, or during a
+    rollout the thread that generates it (`Rollouts`).
     """
 
     def __init__(

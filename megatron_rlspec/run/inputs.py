@@ -59,7 +59,7 @@ def _check(config: Config, command: Command) -> None:
         config,
         "train",
         drafter=is_mtp and drafter.train and not drafter.fresh,
-        spare=config.reserved_positions if generates else 0,
+        spare=config.reserved_positions if generates else 0,  # only engines need spare positions
     )
     with_drafter(config, hf_config)  # for its checks; the result is not used
     has_eagle3 = not is_mtp and bool(drafter.path)

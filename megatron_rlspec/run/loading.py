@@ -47,10 +47,11 @@ from megatron_rlspec.types import Prompt
 class Loaded:
     """What a run has read. The same on every rank, but for `layout`, which is of the rank's node.
 
-    The fields stay, but `data` moves on in its order, `vocabulary` learns, and `replay` reads on in its files.
+    Three of these objects change during a run: `data` moves on in its order, `vocabulary` learns, and `replay` reads on
+    in its files.
 
     hf_config   config.json of the policy, with the EAGLE-3 drafter's under the key `DRAFTER`, if there is one
-    tensors     of both by Hugging Face name, read from disk at each access
+    tensors     of policy and drafter by Hugging Face name, read from disk at each access
     eagle3_ids  token ids that an EAGLE-3 drafter drafts from, ascending, `[S] int64`; None for another drafter
     layout      which GPUs the ranks of this node and the engines have
     tokenizer   of model.path

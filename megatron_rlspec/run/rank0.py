@@ -64,9 +64,10 @@ class Rank0:
                 # The export gave tensors that may not be sent, so a checkpoint of them may be wrong as well: none is
                 # written, and rank 0's error ends the job.
                 raise
-            # `exporting` raises it here for any error of rank 0's body, such as an EngineError.
+            # On ranks above 0 `exporting` raises a PushError for any error of rank 0's body, such as an EngineError.
+            # Rank 0's outcome, below, says what follows.
             reason = str(error)
-        # Only rank 0 knows what failed: its outcome counts on all ranks.
+        # Only rank 0 knows what failed, so all ranks take its outcome.
         outcome = DONE
         if self.is_rank0 and reason:
             starts_again = self.rollouts is not None and self.rollouts.engines.awaited

@@ -60,7 +60,7 @@ class Rollout(NamedTuple):
 
     groups   scored
     seconds  to generate and score them; NaN if a checkpoint had them
-    figures  numbers for the step's record, which become `rollout/NAME`
+    figures  numbers for the step's record, which become `rollout/NAME`. Read only: the default is one dict for all
     """
 
     groups: list[Group]

@@ -270,7 +270,7 @@ class Session:
     def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
         """Return this rank's micro-batches of each optimizer step of the next `train_step`.
 
-        Advantages are computed within each group. Call it once in a step: see above.
+        Advantages are computed within each group. Call it once in a step: see the top of this file.
         """
         samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
@@ -370,7 +370,8 @@ class Session:
     def adapt(self) -> None:
         """Read the engines' acceptance and round times, and update the speculation rule. Collective.
 
-        Engines forget what was read: call it once in a step, before `push`, which gives them the new rule.
+        Engines forget what was read: call it once in a step. It must come before `push`, which sets the new rule on the
+        engines.
         """
 
         def learn(rollouts: Rollouts) -> None:

@@ -61,7 +61,7 @@ def best_of(groups: Sequence[Group]) -> dict[int, float]:
     failed reward counts 0. There is at least one group, and none is empty.
     """
     smallest = min(len(group.samples) for group in groups)
-    sizes = [2**i for i in range(1, 32) if 2**i < smallest]
+    sizes = [2**i for i in range(1, 32) if 2**i < smallest]  # 2**31 is more than any group has
     if smallest > 1:
         sizes.append(smallest)
     best = {}

@@ -181,7 +181,7 @@ class Replay:
 
     follows   whether the policy and the rollouts of every step are the recorded ones. If not, the policy stays the one
               before step `replay.policy_step`, and engines generate with it
-    first     step before which the replay's first policy was recorded
+    first     the replay begins with the policy that was recorded before this step
     recorded  reads the recorded files
     """
 

@@ -125,7 +125,7 @@ def _tp_planner(
             engine.arch.check_size(tp)
         except ValueError as error:
             raise ConfigError(f"tail.tp: {error}") from None
-    # bytes of the whole model: the engine has the size 1 still
+    # bytes of the whole model: the engine still has the tensor-parallel size 1
     weights = sum(shard.view.nbytes for shard in engine.model.tensors.values())
     candidates = _candidates(config)
     depth = max(candidate.num_steps for candidate in candidates)

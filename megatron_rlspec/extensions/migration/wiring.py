@@ -42,7 +42,7 @@ class RunMigration:
     def _balanced(self, running: Dispatch) -> Iterator[None]:
         """Move samples between engines during one `generate`, and record the moves and changes of the size.
 
-        After an error of the `generate` nothing is recorded.
+        After an error of the `generate` nothing is written. A `Fleet` then keeps its record for the next one.
         """
         engines = dict(self._pool.engines)
         for engine in engines.values():

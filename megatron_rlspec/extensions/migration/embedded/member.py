@@ -115,7 +115,7 @@ class Member:
         for rank in self._group:  # ranks that are one engine have one set of requests
             new += order.new[rank]
         self.runs += engine.submit(new)
-        engine.abort(order.aborted)  # after `submit`: new requests may be among them
+        engine.abort(order.aborted)  # after `submit`: some of these ids may be of new requests
         plan = self._plan(order)
         if plan:
             self._move(plan)

@@ -1,6 +1,6 @@
 """How fast an engine decodes, from the cost of its rounds and the acceptance of drafts.
 
-`Rebalancer` and `TPPlanner` compare engines by it.
+`Rebalancer` takes its threshold from it, and `TPPlanner` the time that an engine of a size needs.
 """
 
 from __future__ import annotations
