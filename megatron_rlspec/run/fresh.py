@@ -49,7 +49,7 @@ def with_fresh_drafter(config: Config) -> Config:
     if os.environ.get("RANK", "0") == "0" and not target.exists():
         print(f"rlspec: {model} gets a fresh drafter, {kind}, in {target}", flush=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Both write the directory whole or not at all, so where it exists it is complete.
+        # `convert` and `make_drafter` write the directory whole or not at all: where it exists it is complete.
         if kind == "mtp":
             # `link`: only the MTP layer is written; `target` refers to the model's own files, which must stay
             convert(plan(model, target, to="hf", add_mtp=True), link=True)

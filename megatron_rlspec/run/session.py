@@ -22,8 +22,11 @@ them once, in the order of `loop.py`:
     pack                 before `train_step`; takes at least one group, the same on every rank. A second call in a step
                          would count the tokens for the draft vocabulary again (`Drafting.observe`), and a schedule of
                          the drafter would store the rollouts again
-    adapt                before `push`: the canary's rounds would be among those of the rollout
-    record               before `checkpoint`, which stops the run by the number of bad steps that `record` has counted
+    settle               before `adapt` and `push`: weights and rule must not change during a rollout
+    adapt                before `push`, which sets the new rule; else the canary's rounds would be among those of the
+                         rollout. Engines forget what was read
+    record               after `train_step`, with its metrics; before `checkpoint`, which stops the run by the number of
+                         bad steps that `record` has counted
     evaluate_warm_start  in a warm start, after each step; each call that measures adds to the measurements
 """
 
@@ -84,7 +87,6 @@ class Session:
     """A run, as a context manager. Its exit ends the engines and closes the records, also after an error.
 
     done        steps trained so far; the version of the present parameters, in samples and pushes, is done + 1
-    supervised  whether the run is a warm start, which trains on demonstrations
     generates   whether the run has engines
     loaded      model, tokenizer, data, and the recorded run of a replay
     trainer     policy and drafter on this rank
@@ -109,7 +111,7 @@ class Session:
     ) -> None:
         """Open the run of a command."""
         self.config = config
-        self.supervised = command == "sft"
+        self.supervised = command == "sft"  # a warm start, which trains on demonstrations
         self.interruption = interruption or Interruption()
         self.clock = Clock()
         # By the launcher's variable: torch.distributed is initialised later, by the trainer.
@@ -225,8 +227,7 @@ class Session:
 
         A drafter's schedule may update the drafter from earlier rollouts while engines generate.
         """
-        # A schedule that updates the drafter meanwhile calls `begin`, which starts the rollout in the background; the
-        # loop below then waits for it. Without such a schedule the loop generates.
+        # A schedule that updates the drafter meanwhile calls `begin`: then the loop below only waits for the rollout.
         begin = partial(self.rank0.ask, lambda rollouts: rollouts.begin(step))
         self.drafting.schedule.during_rollout(self.done, begin)
         while not self.rank0.ask(lambda rollouts: rollouts.collect(step)):
@@ -259,19 +260,13 @@ class Session:
             self.recording.record(self.done, groups)
 
     def settle(self) -> None:
-        """Wait for the rollout that runs ahead, if there is one. Collective. Call it before `adapt` and `push`.
-
-        If the engines are lost and one is starting again, the next `collect` generates that rollout anew.
-        """
+        """Wait for the rollout that runs ahead, if any. If its engines are lost, the next `collect` repeats it."""
         self.rank0.ask(Rollouts.settle)
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def pack(self, groups: Sequence[Group]) -> list[list[PackedBatch]]:
-        """Return this rank's micro-batches of each optimizer step of the next `train_step`.
-
-        Advantages are computed within each group. Call it once in a step: see the top of this file.
-        """
+        """Return this rank's micro-batches of each optimizer step. Advantages are of each group. Once in a step."""
         samples = samples_of(groups)
         longest = self.config.rollout.max_new_tokens
         by_group = [advantages(self.config.algorithm, longest, group) for group in groups]
@@ -300,10 +295,8 @@ class Session:
     def train_step(self, packed: list[list[PackedBatch]], **options: Any) -> dict[str, float]:
         """Update policy and drafter on each mini-batch, and count the step. Returns the metrics of `train_rollout`.
 
-        Collective. Engines on the ranks' GPUs sleep from here until the next push.
-
-        packed   what `pack` returned
-        options  arguments of `Trainer.train_step`: `objective`, which must be there, and `train_policy`
+        `packed` is the result of `pack`. `options` are arguments of `Trainer.train_step`, `objective` among them.
+        Engines on the ranks' GPUs sleep from here until the next push.
         """
         if self.loaded.layout.colocated:
             # First: the step needs their memory.
@@ -368,11 +361,7 @@ class Session:
         self._policy_changed = False
 
     def adapt(self) -> None:
-        """Read the engines' acceptance and round times, and update the speculation rule. Collective.
-
-        Engines forget what was read: call it once in a step. It must come before `push`, which sets the new rule on the
-        engines.
-        """
+        """Read the engines' acceptance and round times, and update the speculation rule. Collective; once in a step."""
 
         def learn(rollouts: Rollouts) -> None:
             self._engine_metrics |= rollouts.adapt(self.trainer.prediction)
@@ -386,11 +375,7 @@ class Session:
         return every > 0 and self.done % every == 0
 
     def evaluate(self, name: str) -> None:
-        """Evaluate on held-out prompts, if there are any. Collective.
-
-        With `train.save_best` write the model to hf-best/ if its reward is the highest so far; never before step 1,
-        where it is still model.path.
-        """
+        """Evaluate on held-out prompts, if any. Collective. With `train.save_best` keep the best trained model."""
         reward = self.evaluation.evaluate(name, self.done)
         if not self.config.train.save_best or self.done == 0:
             return
@@ -422,11 +407,7 @@ class Session:
     def record(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Write one line to `metrics.jsonl` and a few texts to `samples.jsonl`, on rank 0. Counts bad steps in a row.
 
-        Call it on every rank, once after each `train_step`.
-
-        step     of this record, from 0
-        metrics  what `train_step` returned
-        groups   what `collect` returned; none in runs without engines
+        `step` counts from 0. `groups` are what `collect` returned; none in runs without engines.
         """
         samples = samples_of(groups)
         if self.rollouts is None or not samples:
@@ -498,10 +479,7 @@ class Session:
         return State(state | rollout_values, drawn)
 
     def finish(self) -> None:
-        """Write the last checkpoint, and policy and drafter as a Hugging Face checkpoint to `run_dir/hf`. Collective.
-
-        Raises SaveError on every rank, and OSError if `run_dir/hf` is there already and not empty.
-        """
+        """Write the last checkpoint, and policy and drafter as a Hugging Face model to `run_dir/hf`. Collective."""
         self._save()  # first: in a replay it also loads the policy that belongs into the result
         write_result(self.loaded, self.trainer, self.records)
         self.records.summarise()

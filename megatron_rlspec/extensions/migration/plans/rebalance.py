@@ -68,7 +68,7 @@ class Rebalancer:
         while len(order) > 1:
             smallest = order[0]
             largest = order[-1]
-            order = order[1:-1]  # both are done: an engine takes part in one move at most
+            order = order[1:-1]  # without this pair: an engine takes part in one move at most
             surplus = len(largest.running) - threshold
             # The requests that wait on the smaller engine will take a part of its room.
             deficit = threshold - len(smallest.running) - smallest.waiting
