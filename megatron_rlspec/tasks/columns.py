@@ -1,8 +1,9 @@
-"""The values of one row: prompt, label, metadata, response. An error names the row's place and the column.
+"""Read and check the values of one row: prompt, label, metadata, response. `data.py` calls these functions.
 
 Rows of slime, verl and TRL are read as they are: `OTHER_NAMES` says which columns stand in for a missing one.
 
-In all functions `where` is the row's place, such as "file:line" (`rows.read_rows`), which begins error messages.
+In all functions `where` is the row's place, such as "file:line" (from `rows.read_rows`). Error messages begin with it,
+and name the column. No function changes the row.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from megatron_rlspec.texts import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# For the default names of columns, the names that other projects have, in the order in which they are tried. A name
-# with points is a path into nested objects. A column that the user names otherwise has no such alternatives.
+# By the default name of a column: the names that other projects have for it, in the order in which they are tried. A
+# name with points is a path into nested objects. If an option gives a column another name, only that name is tried.
 OTHER_NAMES = {
     "prompt": ("messages", "question", "problem"),
     "label": ("reward_model.ground_truth", "ground_truth", "answer", "solution"),
@@ -41,7 +42,8 @@ OTHER_NAMES = {
 }
 Messages = list[dict[str, Any]]
 
-# Only with a bound on its length does pydantic refuse a text with half a surrogate pair, which UTF-8 cannot encode.
+# A text that UTF-8 can encode. Half a surrogate pair cannot be encoded, and pydantic refuses it only if the length has
+# a bound; so the bound is there, but large.
 Utf8 = Annotated[str, Field(strict=True, max_length=1 << 30)]
 
 
@@ -55,9 +57,10 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty_keys(cls, given: Any) -> Any:
-        """Leave out keys without a value, and join the parts of a text.
+        """Leave out keys whose value is null or an empty list, and join the parts of a text.
 
-        Parquet gives every message the keys of all messages, and templates ask whether a key is there.
+        Parquet gives every message the keys of all messages, and templates ask whether a key is there. A message with
+        "tool_calls" may have no content.
         """
         if not isinstance(given, dict):
             return given  # pydantic then says what was expected
@@ -110,7 +113,7 @@ def value_of(row: Mapping[str, Any], key: str) -> Any:
     """
     for name in (key, *OTHER_NAMES.get(key, ())):
         value: Any = row
-        # A column can have points in its own name.
+        # A column can have points in its own name, so the whole name is looked up first.
         for part in [name] if name in row else name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None:
@@ -119,9 +122,11 @@ def value_of(row: Mapping[str, Any], key: str) -> Any:
 
 
 def _needed(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
-    """Return a value that every row must have; `option` names the column. Raises DataError if there is none.
+    """Return a value that every row must have, or None for a column that is null: the caller's check refuses it.
 
-    Returns None for a column that is null; the caller's check refuses it.
+    option  the option by which a user names the column, for the message
+
+    Raises DataError if there is neither the column nor one of its `OTHER_NAMES`.
     """
     value = value_of(row, key)
     if value is None and key not in row:
@@ -133,12 +138,12 @@ def _needed(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
 
 
 def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Messages:
-    """Return the prompt: text, or chat messages with data.apply_chat_template=true. Raises DataError."""
+    """Return the prompt, not empty: a text, or chat messages if data.apply_chat_template=true. Raises DataError."""
     key = options.prompt_key
     value = _needed(where, row, key, "data.prompt_key")
     if not isinstance(value, list):
         text: str = checked(where, key, value, _FILLED)
-        # A file of strings of JSON would otherwise become prompts whose text is JSON.
+        # Some files have messages as a string of JSON. Without this check that string would become the user's text.
         if options.apply_chat_template and text.startswith("[{"):
             raise DataError(f"{where}: {key}: expected a list of messages, not its text")
         return text
@@ -152,15 +157,16 @@ def prompt(where: str, row: Mapping[str, Any], options: DataConfig) -> str | Mes
 def demonstration(
     where: str, row: Mapping[str, Any], options: DataConfig, response_key: str
 ) -> tuple[str | Messages, str]:
-    """Return prompt and response. Of a conversation that has both, the last message is the response.
+    """Return prompt and response. The response can be empty.
 
-    Raises DataError.
+    If one column has the whole conversation, its last message is the response. Raises DataError.
     """
     prompt_value = prompt(where, row, options)
     value = _needed(where, row, response_key, "sft.response_key")
     if isinstance(value, list):
         messages = checked(where, response_key, value, _MESSAGES)
-        # The same list, not an equal one: prompt and response are read from one column. The prompt is its beginning.
+        # If it is the same list object, prompt and response are read from one column: the prompt is all but the last
+        # message. An equal list in another column does not count.
         if value is value_of(row, options.prompt_key):
             prompt_value = prompt_value[:-1]
         if not prompt_value or messages[-1].role != "assistant":
@@ -178,7 +184,12 @@ def text(
     options: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> str:
-    """Return the text that the policy continues; `prompt_value`: what `prompt` returned. Raises DataError."""
+    """Return the text that the policy continues, by the tokenizer's chat template if data.apply_chat_template=true.
+
+    prompt_value  what `prompt` returned
+
+    Raises DataError.
+    """
     if not options.apply_chat_template:
         return str(prompt_value)
     if tokenizer.chat_template is None:
@@ -216,9 +227,10 @@ def text(
 
 
 def ids(where: str, row: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the ids `[n]` int64 of prompt and response of a row of `rlspec answer`; None for another row.
+    """Return the token ids `[n]` int64 of prompt and response of a row of `rlspec answer`; None for another row.
 
-    `commands/journal.py` writes such rows. Raises DataError.
+    `commands/journal.py` writes such rows, with the keys "prompt_tokens" and "response_tokens". Each has at least one
+    id. Raises DataError.
     """
     if "response_tokens" not in row:
         return None
@@ -238,7 +250,7 @@ def label(where: str, row: Mapping[str, Any], key: str) -> str:
     """Return the label as text, other values than text as JSON; "" if `key` is empty. Raises DataError.
 
     A whole number is written without a point (Parquet may hold 72 as 72.0). A list of one value is that value. A list
-    of several texts becomes JSON, which `reward_worker.accepted` knows by its beginning `["`.
+    of several texts becomes JSON, which `reward_worker.accepted` recognises because it begins with `["`.
     """
     if not key:
         return ""
@@ -256,7 +268,7 @@ def label(where: str, row: Mapping[str, Any], key: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a label with whole numbers as int, and without lists of one value."""
+    """Return a label with whole numbers as int, and with each list of one value replaced by the value."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
@@ -268,7 +280,8 @@ def _plain(value: Any) -> Any:
 def metadata(where: str, row: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the metadata, {} without any. Raises DataError for texts and numbers that JSON in UTF-8 cannot hold.
 
-    Reward workers get it as JSON. There other values than those of JSON, such as dates, become texts (`rewards.py`).
+    Reward workers get the metadata as JSON. For that `rewards.py` turns values that JSON has not, such as dates, into
+    texts.
     """
     values: dict[str, Any] = checked(where, key, value_of(row, key), _OBJECT) or {}
     try:

@@ -1,8 +1,11 @@
 """Read prompts and demonstrations with a tokenizer, and draw them in a reproducible order.
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
-instead of a label; rows of `rlspec answer` hold the token ids of prompt and response, which are used as they are. An
-error names file and line of the row. Rows that are too long are dropped and counted; no other row is dropped.
+instead of a label. Rows that `rlspec answer` has written hold the token ids of prompt and response, which are used as
+they are. Rows that are too long are dropped and counted; no other row is dropped. Errors name file and line of the row.
+
+`run/inputs.py` checks the files before a run, `run/loading.py` reads them. File formats are in `rows.py`, the checks of
+a row's values in `columns.py`, the order of drawing in `order.py`.
 """
 
 from __future__ import annotations
@@ -26,14 +29,17 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 TOKENIZER_BATCH = 1024  # rows given to the tokenizer at once
-# rows that are checked before a run starts; the others are checked when they are read
+# The most rows of a file that are checked before a run loads its model; the others are checked when they are read.
 CHECKED_ROWS = 20_000
 
 
 class Reading(NamedTuple):
-    """How a run reads its rows: columns, tokenizer, most tokens of a row, and the seed of their order.
+    """How a run reads its rows. Callers unpack it, so the order of the fields counts.
 
-    longest  tokens; of a prompt for `Prompts`, of prompt and response for `Demonstrations`
+    options    names of columns, chat template, and whether rows are shuffled
+    longest    most tokens of a row that is kept: of its prompt for `Prompts`, of prompt and response for
+               `Demonstrations`
+    seed       of the order of rows, and of the choice of `sft.held_out` prompts
     """
 
     options: DataConfig
@@ -45,7 +51,9 @@ class Reading(NamedTuple):
 class Source(Generic[Row]):
     """Rows in memory, drawn in an `Order`, whose state is a part of checkpoints.
 
+    rows     in the order of the file, without those that are too long; at least one
     summary  a line for the user: how many rows there are, are left out as too long, and are equal to another
+    order    over the indices of `rows`; `run/` saves and restores its state
     """
 
     def __init__(self, rows: list[Row], summary: str, reading: Reading) -> None:
@@ -57,12 +65,12 @@ class Source(Generic[Row]):
         return len(self.rows)
 
     def take(self, count: int) -> list[Row]:
-        """Return the next `count` rows. No row comes twice in them unless there are fewer rows than `count`."""
+        """Return the next `count` rows. A row comes twice in them only if there are fewer rows than `count`."""
         return [self.rows[i] for i in self.order.take(count)]
 
 
 class Prompts(Source[Prompt]):
-    """Prompts, of which a step takes `taken` (only for a warning in `summary`). Raises DataError."""
+    """The prompts of a file. Raises DataError. `taken`: number of prompts of a step, only for a hint in `summary`."""
 
     def __init__(self, path: str | Path, reading: Reading, taken: int = 0) -> None:
         options, tokenizer, longest, _ = reading
@@ -77,16 +85,17 @@ class Prompts(Source[Prompt]):
 
         `beside` must be prompts of this source.
         """
-        # An id is the row's index in the file; an order counts only the rows that are short enough.
+        # A prompt's id is the row's index in the file. The order's indices count only the rows that are short enough.
         places = {prompt.id: place for place, prompt in enumerate(self.rows)}
         in_step = [places[prompt.id] for prompt in beside]
         return [self.rows[i] for i in self.order.take(count, in_step)]
 
 
 class Demonstrations(Source[Sample]):
-    """Demonstrations. Raises DataError.
+    """The demonstrations of a file. Raises DataError.
 
-    held_out  the demonstrations of `sft.held_out` prompts, which measure a warm start and are not drawn
+    held_out  the demonstrations of `sft.held_out` prompts, which are not in `rows`, so they are not drawn: they measure
+              a warm start
     """
 
     def __init__(self, path: str | Path, reading: Reading, sft: SftConfig) -> None:
@@ -100,7 +109,7 @@ class Demonstrations(Source[Sample]):
 
 
 def check_ids(rows: Iterable[Prompt | Sample], vocab_size: int) -> None:
-    """Raise DataError for a row with a token that the model does not have.
+    """Raise DataError for the first row with a token that the model does not have.
 
     It looks at rows and not at the tokenizer, which may have further tokens that no text contains, such as padding.
     """
@@ -161,7 +170,7 @@ def check_demonstrations(path: str | Path, options: DataConfig, response_key: st
     """Check the first `CHECKED_ROWS` rows of a file of demonstrations, without a tokenizer. Raises DataError."""
     rows = 0
     for where, row in islice(read_rows(path), CHECKED_ROWS):
-        if columns.ids(where, row) is None:  # it has checked a row that holds ids
+        if columns.ids(where, row) is None:  # a row that holds ids is checked by this call itself
             columns.demonstration(where, row, options, response_key)
         rows += 1
     _require(path, range(rows), 0, "samples")
@@ -207,8 +216,9 @@ def read_demonstrations(
 
     The response is trained (loss mask 1). A response that is a text gets an end-of-sequence token, which is trained,
     too. Prompt and response are tokenized apart, as in a rollout, where the policy generates from the prompt's last
-    token on. A row of `rlspec answer` is neither tokenized nor ended: its ids are those that a model drew, with the
-    noise of its seed. Raises DataError, also if no sample is short enough.
+    token on. A row of `rlspec answer` is not tokenized and gets no end-of-sequence token: its ids are those that a
+    model drew, with the noise of its seed. Raises DataError, also if no sample is short enough, and if the tokenizer
+    has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise DataError(
@@ -223,7 +233,7 @@ def read_demonstrations(
         if ids := columns.ids(where, row):
             with_ids[i] = ids
             seeds[i] = columns.seed(where, row)
-            texts.append(("", ""))  # so that indices of `texts` are those of rows
+            texts.append(("", ""))  # a placeholder, so that indices of `texts` are those of rows
         else:
             prompt_value, response = columns.demonstration(where, row, options, response_key)
             texts.append((columns.text(where, row, prompt_value, options, tokenizer), response))
@@ -258,7 +268,7 @@ def without_prompts(
 ) -> tuple[list[Sample], list[Sample]]:
     """Split off all rows of `held_out` prompts, which `seed` chooses: (rows to train on, rows to evaluate on).
 
-    A resumed run chooses the same prompts only if seed, rows and their order are the same.
+    A resumed run chooses the same prompts only if seed, rows and their order are the same. `path` is for messages.
 
     Two rows have the same prompt if its tokens are equal. Raises DataError if no prompt is left to train on.
     """
@@ -289,13 +299,16 @@ def _prompt_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> 
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return [id] of the token that the tokenizer puts before a text; [] if it puts none there."""
+    """Return [id] of the token that the tokenizer puts before a text; [] if it puts none there.
+
+    It is found by tokenizing a text, because a tokenizer can have such a token (`bos_token_id`) and not use it.
+    """
     first: list[int] = tokenizer("1")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def _summary(path: str | Path, what: str, rows: Sequence[Any], dropped: int, longest: int) -> str:
-    """Return a line about the rows of a file, of which `dropped` are longer than `longest` tokens."""
+    """Return a line about the rows of a file that were kept; `dropped` further ones have more than `longest` tokens."""
     line = f"{path}: {len(rows)} {what}"
     different = len({row.tokens.tobytes() for row in rows})
     if dropped:

@@ -1,6 +1,7 @@
 """The order in which rows of data are drawn, epoch after epoch, which a resumed run continues exactly.
 
-`DataError` is here because all modules that raise it can import this one.
+`data.Source` draws its rows by an `Order`. This module knows indices only, no rows. `DataError` is here because all
+modules that raise it can import this one.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Order:
     continues exactly at the place of `state()`, also within an epoch.
 
     size      number of rows, at least one; indices are from 0
-    epoch     from 0
-    position  in the epoch, of the row that is next after those in `late`
-    late      rows that were put off, oldest first
+    shuffle   False: every epoch has the rows in ascending order
+    epoch     number of the present epoch, from 0
+    position  place within the epoch, from 0, of the row that is drawn next once `late` is used up
+    late      indices of the rows that were put off, oldest first
     """
 
     size: int
@@ -38,13 +40,13 @@ class Order:
     epoch: int = 0
     position: int = 0
     late: list[int] = field(default_factory=list)
-    # A cache: an epoch, and its order. It follows from seed and epoch, so `state` leaves it out.
+    # A cache: the number of an epoch, and its rows in order. Both follow from seed and epoch, so `state` omits them.
     _permutation: tuple[int, list[int]] = (-1, [])
 
     def take(self, count: int, beside: Iterable[int] = ()) -> list[int]:
         """Return the next `count` indices of a step that has the rows `beside` already.
 
-        A second call for the same step must have the rows of the first among `beside`, or may repeat them.
+        A step can call this several times. Give all rows of its earlier calls as `beside`, or some may come again.
         """
         taken: list[int] = []
         in_step = set(beside)
@@ -56,7 +58,10 @@ class Order:
         return taken
 
     def _next(self, in_step: Collection[int]) -> int:
-        """Return the next row that is not in the step. There must be one, or this does not end."""
+        """Return the next row that is not in the step. There must be one, or this does not end.
+
+        Rows of the step that it meets are put off.
+        """
         for place, row in enumerate(self.late):
             if row not in in_step:
                 return self.late.pop(place)
@@ -71,7 +76,7 @@ class Order:
             self.late.append(row)
 
     def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON; it is a part of checkpoints."""
+        """Return the state for `restore`, as JSON. It is a part of checkpoints, so its keys must stay."""
         place = {"epoch": self.epoch, "position": self.position, "late": list(self.late)}
         return place | {"seed": self.seed, "size": self.size}
 

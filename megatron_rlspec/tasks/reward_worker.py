@@ -1,16 +1,23 @@
 """The rewards, and the process that computes them: `python -m megatron_rlspec.tasks.reward_worker KIND SOCKET`.
 
-The other side is `_Worker` in `rewards.py`. Tasks are JSON lines on standard input: {"id", "prompt", "response",
-"label", "metadata"}, and those of `EXTRAS` that the reward wants. Answers are JSON messages on the socket, a Unix
-socket that keeps message boundaries: {"id", "reward", "parts"} or {"id", "error"}. The first message has the id
-`STARTED` and says that the reward is imported, and which of `EXTRAS` it wants: {"id", "wants"}, or {"id", "error"}.
-Nothing is pickled. The module imports little beside the standard library, so that a worker starts fast.
+KIND is the option `reward.kind`, SOCKET a file descriptor. In the trainer, `_Worker` of `rewards.py` starts the process
+and is the other side of its messages. The kind `exact` needs no process: the trainer calls the function.
+
+tasks          JSON lines on standard input: {"id", "prompt", "response", "label", "metadata"}, and those of `EXTRAS`
+               that the reward wants
+first message  on the socket, with the id `STARTED`: {"id", "wants"} once the reward is imported, with the `EXTRAS` that
+               it wants; or {"id", "error"}
+answers        on the socket, one for each task: {"id", "reward", "parts"} or {"id", "error"}
+
+The socket is a Unix socket that keeps message boundaries; its messages are JSON. Nothing is pickled. The module imports
+little beside the standard library, so that a worker starts fast.
 
 The worker leads a process group. When the trainer closes standard input, also by dying, the worker kills the group. The
-trainer kills it when a reward takes too long.
+trainer kills the group when a reward takes too long.
 
-User code cannot answer for a sample by accident. Programs that it starts do not inherit standard input and the socket.
-A forked child that returns from the reward ends. The trainer drops a message whose id is not that of the current task.
+User code, the reward, cannot answer for a sample by accident: programs that it starts do not inherit standard input and
+the socket; a child that it forks ends where the reward returns; and the trainer drops a message whose id is not that of
+the current task.
 """
 
 from __future__ import annotations
@@ -34,14 +41,14 @@ from typing import Any
 from megatron_rlspec.functions import imported
 from megatron_rlspec.texts import one_line, shown
 
-# Takes prompt, response, label and metadata by name, and those of EXTRAS that its signature names. `Scorer._judge` in
-# `rewards.py` makes their values.
+# A function that takes prompt, response, label and metadata by name, and those of EXTRAS that its signature names.
+# `Scorer._judge` in `rewards.py` makes the arguments. It returns what `parts_of` takes.
 Reward = Callable[..., Any]
 EXTRAS = ("response_tokens", "truncated")
-# A part NAME of a reward is recorded as the metric reward_NAME (`run/summaries.py`). Two names are refused, because
-# reward_std and reward_seconds_waited are metrics of ours.
+# The names that a part of a reward may have. The part NAME is recorded as the metric reward_NAME (`run/summaries.py`).
+# Two names are refused, because reward_std and reward_seconds_waited are metrics of ours.
 PART = re.compile(r"(?!(?:std|seconds_waited)$)[A-Za-z_]\w{0,39}", re.ASCII)
-MOST_PARTS = 32  # with `reward` itself
+MOST_PARTS = 32  # of one reward, `reward` itself included
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
 # A larger absolute value would not be finite to the trainer, which computes in float32.
 LARGEST = 2.0**127
@@ -62,7 +69,7 @@ def exact(prompt: str, response: str, label: str, metadata: Mapping[str, Any]) -
     if label in ("true", "false"):
         response = response.lower()
     answer = final_answer(response)
-    # The label itself, too: it may be a JSON list, and the response the same list.
+    # The label as a whole is compared, too: it may be a JSON list, and the response the same list.
     for right in (label, *accepted(label)):
         if response.strip() == right.strip() or (answer and answer == final_answer(right)):
             return 1.0
@@ -92,8 +99,8 @@ def _equal(response: str, label: str) -> float:
     # Imported here: the other rewards do not need it.
     from math_verify import parse, verify
 
-    # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). Its time limits use
-    # SIGALRM and are switched off, because the trainer limits the time.
+    # Without dollar signs math-verify looks for a number in the label: it would find 2 in (1, 2). math-verify's time
+    # limits use SIGALRM. They are switched off (None), because the trainer limits the time.
     stated = final_answer(label)
     if "$" not in stated and "\\boxed" not in stated:
         stated = f"${stated}$"
@@ -129,7 +136,7 @@ def named_function(name: str) -> Reward:
 
 
 def wanted(reward: Reward) -> list[str]:
-    """Return which of `EXTRAS` the reward's signature names."""
+    """Return which of `EXTRAS` the reward's signature names; [] for a callable without a signature."""
     try:
         parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):
@@ -138,7 +145,10 @@ def wanted(reward: Reward) -> list[str]:
 
 
 def build(kind: str) -> Reward:
-    """Return the reward that `kind` names. Raises any error that the import of a `module:function` raises."""
+    """Return the reward that `kind` names: "math", or a function as `named_function` takes it, with its errors.
+
+    "exact" is no kind here, because it needs no worker.
+    """
     if kind == "math":
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         # imports the library and builds its parsers before the first sample
@@ -148,7 +158,10 @@ def build(kind: str) -> Reward:
 
 
 def number(value: Any) -> float:
-    """Return `value` as a finite float; an array or tensor of one element counts as that element. Raises ValueError."""
+    """Return `value` as a finite float, at most LARGEST in size. Raises ValueError.
+
+    An array or tensor of one element counts as that element.
+    """
     try:
         plain = value.item() if hasattr(value, "item") else value
         reward = float(plain) if isinstance(plain, numbers.Real) else math.nan
@@ -164,7 +177,7 @@ def number(value: Any) -> float:
 def parts_of(value: Any) -> dict[str, Any]:
     """Return {"reward", "parts"} of what a reward returned: a number, or a mapping with `reward` and other numbers.
 
-    Raises ValueError.
+    "parts" is a dict of the other numbers. Raises ValueError.
     """
     if not isinstance(value, Mapping):
         return {"reward": number(value), "parts": {}}
@@ -183,8 +196,8 @@ def parts_of(value: Any) -> dict[str, Any]:
 class _Channel:
     """Receives tasks and sends answers. A forked child that calls `answer` ends at once.
 
-    tasks    a file descriptor, of which the channel becomes the owner
-    answers  one message for each task
+    tasks    the file descriptor from which tasks are read; the channel closes it
+    answers  the socket for the answers, one message for each task
     """
 
     def __init__(self, tasks: int, answers: socket.socket) -> None:
@@ -208,7 +221,7 @@ class _Channel:
     def leave_if_forked(self) -> None:
         """End this process if it is a child that the reward forked."""
         if os.getpid() != self._process:
-            # Without Python's cleanup, which would touch what the child shares with the worker.
+            # `_exit` leaves out Python's cleanup, which would touch what the child shares with the worker.
             os._exit(0)
 
     def _read(self, tasks: int) -> None:
@@ -218,7 +231,9 @@ class _Channel:
         """
         with os.fdopen(tasks, "rb") as lines:
             for line in lines:
-                if line.endswith(b"\n"):  # otherwise the trainer died while it wrote
+                if line.endswith(
+                    b"\n"
+                ):  # otherwise the line is cut: the trainer died while it wrote
                     self._waiting.put(json.loads(line))
         os.killpg(0, signal.SIGKILL)
 
@@ -236,13 +251,16 @@ def _work(kind: str, channel: _Channel) -> None:
         name = task.pop("id")
         try:
             content = parts_of(reward(**task))
-        except SystemExit:  # the reward wants to end its process; the trainer reports the exit code
+        except (
+            SystemExit
+        ):  # the reward called sys.exit(): the worker ends, and the trainer reports the exit code
             raise
         except BaseException as error:
             # A reward may raise anything, and the next task must be answered.
             content = {"error": one_line(error)}
         finally:
-            channel.leave_if_forked()  # a forked child that calls sys.exit() also comes here
+            # In `finally`, so that a forked child that calls sys.exit() ends here, too.
+            channel.leave_if_forked()
         channel.answer(name, **content)
 
 
@@ -251,9 +269,11 @@ def main() -> None:
     kind = sys.argv[1]
     answers = socket.socket(fileno=int(sys.argv[2]))
     answers.set_inheritable(False)
-    tasks = os.dup(0)  # not inherited by programs that the reward starts
+    tasks = os.dup(0)  # programs that the reward starts do not inherit the copy
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # what the reward itself reads as standard input: nothing
+        os.dup2(
+            nothing.fileno(), 0
+        )  # so the reward, and programs that it starts, read nothing from standard input
     try:
         _work(kind, _Channel(tasks, answers))
     except OSError:  # the reward closed the worker's channels, or the trainer has ended

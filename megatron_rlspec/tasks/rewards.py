@@ -1,12 +1,14 @@
-"""Compute the rewards of many samples at once, each under a time limit; a failure marks its sample.
+"""Compute the rewards of many samples at once; a reward that fails marks its sample.
 
-The computation of a reward may begin when its sample ends, while engines still generate the others (`Scoring`).
+`run/loading.py` makes one `Scorer` for a run. `run/generation.py` makes a `Scoring` for each rollout or evaluation: the
+computation of a reward may begin when its sample ends, while engines still generate the others.
 
-`exact` is computed in this process. Every other kind runs in worker processes (`reward_worker.py`), because only a
-process can be stopped when a reward hangs. A worker over the time limit is killed with its process group, and a new
-worker replaces it.
+The kind `exact` is computed in this process, without a time limit. Every other kind runs in worker processes
+(`reward_worker.py`), because only a process can be stopped when a reward hangs. A worker over the time limit is killed
+with its process group, and a new worker replaces it.
 
-Threads: a `Scorer` has one thread for each worker. A worker is in the queue `_workers` or used by one thread.
+Threads: a `Scorer` has as many threads as workers. At any time a worker is either in the queue `_workers` or used by
+one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from megatron_rlspec.types import Sample
 
 # The longest that a worker may take to import its reward, which may need heavy libraries.
 START_SECONDS = 120.0
-STOP_SECONDS = 5.0  # for a worker that ends by itself
+STOP_SECONDS = 5.0  # how long a worker that has closed its channel may take to end by itself
 
 
 class Scorer:
@@ -79,14 +81,14 @@ class Scorer:
         return Scoring(self).finish(samples)
 
     def interrupt(self) -> None:
-        """Make a `score` in another thread return soon; samples without a reward count as failed.
+        """Make a `score` in another thread return soon; samples whose reward is not yet computed count as failed.
 
-        It cannot be undone: all later rewards fail, too, but those of `exact`.
+        It cannot be undone: all later rewards fail, too. The kind `exact` is not interrupted.
         """
         self._interrupted.set()
 
     def close(self) -> None:
-        """End the workers, after the rewards that were added and not cancelled. Safe to repeat."""
+        """Wait for the rewards that were added and not cancelled, then end the workers. Safe to repeat."""
         self._threads.shutdown()  # waits for the threads, which put their workers back into the queue
         while not self._workers.empty():
             self._workers.get().stop()
@@ -111,7 +113,7 @@ class Scorer:
             "response_tokens": sample.response.tolist(),
             "truncated": sample.status == "truncated",
         }
-        worker = self._workers.get()  # waits for none: there are as many threads as workers
+        worker = self._workers.get()  # never waits: there are as many workers as threads
         try:
             return worker.ask(task, extras)
         except RewardError as error:
@@ -123,28 +125,32 @@ class Scorer:
 class Scoring:
     """The rewards of one rollout: `add` begins with a sample's, `finish` waits for all.
 
-    Threads may call `add`, but not for the same sample twice: the reward would run twice, and set it in any order.
+    Threads may call `add`, but not for the same sample twice: the reward would be computed twice, and the later result
+    would stay.
 
-    waited  seconds that the last `finish` took
+    waited  seconds that the last `finish` took, 0.0 before
     """
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        # By id(sample). Whoever adds a sample keeps it until `finish`; otherwise a new sample could get the same id.
+        # By id(sample). Callers must hold an added sample until `finish`: otherwise a new one could get the same id.
         self._results: dict[int, Future[str | None]] = {}
         self.waited = 0.0
 
     def add(self, sample: Sample) -> Future[str | None]:
         """Begin to compute the reward of a sample that has ended. Any thread may call this.
 
-        The sample is changed in another thread: read its reward after `finish`, or after the future's result. That is
-        the reason if the reward failed, else None.
+        The sample is changed in another thread: read its reward after `finish`, or after the future's result. The
+        result is the reason as a text if the reward failed, else None.
         """
         future = self._results[id(sample)] = self._scorer._threads.submit(self._set_reward, sample)
         return future
 
     def finish(self, samples: Sequence[Sample]) -> list[str]:
-        """Set the rewards of these samples, as `Scorer.score` does; those that were not added begin now."""
+        """Set the rewards of these samples and return the failures, as `Scorer.score` does.
+
+        Rewards of samples that were not added begin now. Raises CancelledError for one that `cancel` dropped.
+        """
         began = time.perf_counter()
         for sample in samples:
             if id(sample) not in self._results:
@@ -160,7 +166,7 @@ class Scoring:
             future.cancel()
 
     def _set_reward(self, sample: Sample) -> str | None:
-        """Set the reward of a sample. Returns the reason if it failed."""
+        """Set the reward of a sample, 0 if it failed; then return the reason. Runs in a thread of the pool."""
         answer = self._scorer._judge(sample)
         sample.reward = answer.get("reward", 0.0)
         # `failed` and `records/recorder.py` read this key; a sample that is scored again must not keep an old one.
@@ -192,7 +198,7 @@ class RewardError(RuntimeError):
 
 
 class _Worker:
-    """One reward process. `ask` starts a new one if it ended or had to be killed. One thread at a time may use it.
+    """One reward process. `ask` starts a new process if the old one ended or was killed. For one thread at a time.
 
     The messages are described in `reward_worker.py`.
     """
@@ -211,18 +217,18 @@ class _Worker:
             self._ready = True
 
     def ask(self, task: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
-        """Return {"reward", "parts"}. Of `extras` the reward gets what it wants. Raises RewardError."""
-        if self._process.poll() is not None:  # it ended since the last task
-            self.stop()  # what is left of its process group
+        """Return {"reward", "parts"} of the task. Of `extras` the reward gets those it wants. Raises RewardError."""
+        if self._process.poll() is not None:  # the process ended since the last task
+            self.stop()  # kills what is left of its process group
             self._start()
         self.await_start()
-        # User code cannot guess it, and a late answer to an earlier task has another one.
+        # User code cannot guess this id, and a late answer to an earlier task has another one.
         task_id = secrets.token_hex(8)
         wanted = {key: extras[key] for key in self._wants}
         line = json.dumps({"id": task_id, **task, **wanted}, default=str).encode() + b"\n"
         assert self._process.stdin is not None
         try:
-            while line:  # the pipe has no buffer, and a write can take a part
+            while line:  # the pipe is unbuffered (`bufsize=0`), so one write can take a part of the line only
                 line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
             raise RewardError(self._reason_of_end()) from None
@@ -241,7 +247,8 @@ class _Worker:
         # SOCK_SEQPACKET keeps the boundaries of messages.
         self._answers, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "megatron_rlspec.tasks.reward_worker", self.options.kind]
-        with worker_end:  # closed here: only then does the end of the worker end `recv`
+        # `with` closes this process's copy of the worker's end. Only then `recv` returns when the worker ends.
+        with worker_end:
             self._process = subprocess.Popen(
                 [*command, str(worker_end.fileno())],
                 stdin=subprocess.PIPE,
@@ -261,10 +268,10 @@ class _Worker:
         deadline = time.monotonic() + seconds
         while True:
             self._stop_if_late(deadline)
-            # At most 0.5 s, to notice an interruption. Not 0, which would mean not to wait at all.
+            # At most 0.5 s, to notice an interruption. Above 0, because 0 makes the socket nonblocking.
             self._answers.settimeout(min(0.5, max(0.001, deadline - time.monotonic())))
             try:
-                # one whole answer: those of `reward_worker.py` are far shorter
+                # One whole answer of `reward_worker.py`, which keeps answers far shorter than 64 KiB.
                 message = self._answers.recv(1 << 16)
             except TimeoutError:
                 continue
@@ -290,7 +297,9 @@ class _Worker:
 
     def _reason_of_end(self) -> str:
         """Wait until a worker that closed its channel ends, kill it otherwise, and return the reason as a text."""
-        with suppress(subprocess.TimeoutExpired):  # it may have closed its channels, and live on
+        with suppress(
+            subprocess.TimeoutExpired
+        ):  # the worker may have closed its channel, and live on
             self._process.wait(STOP_SECONDS)
         self.stop()
         return f"the reward's process ended with exit code {self._process.returncode}"

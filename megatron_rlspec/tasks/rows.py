@@ -1,7 +1,7 @@
 """Read the rows of JSON and Parquet files, and of data sets on the Hub.
 
-A row is a dict of columns, whose values are checked in `columns.py`. Rows are yielded one by one as they are read (a
-JSON array is read whole). So an error in a file is raised only when the caller reaches it.
+A row is a dict of columns; `columns.py` checks their values, `data.py` calls both. Rows are yielded one by one as they
+are read (a JSON array is read whole). So an error in a row is raised only when the caller reaches that row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_rlspec.config.base import shown
 from megatron_rlspec.tasks.order import DataError
 from megatron_rlspec.texts import first_line
 
-Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); the place begins error messages
-MOST_BYTES = 1 << 32  # of a JSON array, which is read whole
+Rows = Iterator[tuple[str, dict[str, Any]]]  # (place, row); error messages begin with the place
+MOST_BYTES = 1 << 32  # of a file with a JSON array, which is read whole; a larger one is refused
 
 
 def read_rows(source: str | Path) -> Rows:
@@ -29,7 +29,8 @@ def read_rows(source: str | Path) -> Rows:
             the options of `datasets.load_dataset`, which also reads other files: csv?data_files=FILE. The name of
             an existing file is not split at commas
 
-    Raises DataError, and FileError for what is no JSON, but nothing before the first row is asked for.
+    Raises DataError, and FileError for what is no JSON. This is a generator: it raises nothing before its first row is
+    asked for. A file without rows is no error here.
     """
     for file in _files(str(source)):
         # None: a data set on the Hub
@@ -52,7 +53,7 @@ def _files(source: str) -> Iterator[str]:
         yield source
         return
     for part in source.split(","):
-        # A question mark begins the options of a data set, so it is no pattern here.
+        # A question mark begins the options of a data set, so a part with one is no pattern of file names.
         named = sorted(glob(part)) if has_magic(part) and "?" not in part else [part]
         if not named:
             raise DataError(f"{part}: no file has such a name")
@@ -78,7 +79,7 @@ def _hub_rows(source: str) -> Rows:
 
 
 def _jsonl_rows(path: Path) -> Rows:
-    """Read one row on each line."""
+    """Read one row on each line. Lines are counted from 1; a byte-order mark at the beginning is dropped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
@@ -89,7 +90,10 @@ def _jsonl_rows(path: Path) -> Rows:
 
 
 def json_row(where: str, line: bytes) -> dict[str, Any]:
-    """Parse one row of JSONL. Raises DataError or FileError, which begin with `where`."""
+    """Parse one row of JSONL. Raises DataError or FileError, which begin with `where`.
+
+    `commands/journal.py` calls it, too, for the rows that `rlspec answer` has written.
+    """
     try:
         row = files.parse_json(line.decode(), where)
     except UnicodeDecodeError as error:
@@ -109,6 +113,7 @@ def _object(where: str, row: Any) -> dict[str, Any]:
 def _json_rows(path: Path) -> Rows:
     """Read one array of rows, or one row on each line: files of both kinds end in .json."""
     with path.open("rb") as file:
+        # The first 1024 bytes tell which kind it is, unless they are all white space.
         begin = file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip()
     if not begin.startswith(b"["):
         yield from _jsonl_rows(path)
@@ -120,7 +125,7 @@ def _json_rows(path: Path) -> Rows:
 
 def _parquet_rows(path: Path) -> Rows:
     """Read the rows of a Parquet file, batch by batch."""
-    # imported only for a Parquet file
+    # Imported here, because only a Parquet file needs them.
     import pyarrow
     import pyarrow.parquet
 
@@ -135,5 +140,5 @@ def _parquet_rows(path: Path) -> Rows:
         raise DataError(f"{path}: truncated or not Parquet ({first_line(error)})") from None
 
 
-# by the end of a file's name; error messages list these ends
+# The reader of a file, by the end of its name. Error messages list these ends.
 READERS = {".jsonl": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}

@@ -1,14 +1,16 @@
 """Core attention over packed sequences in plain torch, with context parallelism and the drafter's chain.
 
-In a layer spec (`layer_specs.py`) it replaces Megatron's DotProductAttention, which supports neither packing nor
-context parallelism, or Transformer Engine's. It also applies the rotary embedding, from each token's position, except
-in latent attention (`latent.py`). It takes any float type.
+In a layer spec (`layer_specs.py`) `PackedAttention` replaces Megatron's DotProductAttention, which supports neither
+packing nor context parallelism, or Transformer Engine's. It also applies the rotary embedding, from each token's
+position, except in latent attention (`latent.py`). It takes any float type.
 
-A query row attends to the rows of its own sequence up to itself; in the drafter these keys are depth 1's. At a depth d
-above 1 it also attends to one key of each of the depths 2 to d, at its own row: the chain. The first part is one call
-of a fused kernel (`batched.py` on a CPU without context parallelism, `varlen.py` elsewhere), which stores no mask and
-no score matrix. The log-sum-exps of the parts join them, as in ring attention. The backward of a part needs only the
-joined output and log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1).
+A query row attends to two kinds of keys:
+sequence  the rows of its own sequence up to itself; in the drafter these keys are depth 1's. One call of a fused kernel
+          computes this part (`batched.py` on a CPU without context parallelism, `varlen.py` elsewhere)
+links     only at a drafter's depth d above 1: one key of each of the depths 2 to d, at the query's own row
+
+The outputs of the parts are joined by their log-sum-exps, as in ring attention. The backward of a part needs only the
+joined output and log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1). `Chain` holds the keys of both kinds.
 
 Shapes: t tokens of this rank, T = t · context-parallel size, n query heads and g key/value heads of this
 tensor-parallel rank, d channels of a head.
@@ -38,11 +40,11 @@ from megatron_rlspec.train.varlen import Varlen
 
 @dataclass
 class Chain:
-    """The (key, value) pairs of one drafter layer at all its depths, the keys rotated.
+    """The (key, value) pairs of one drafter layer at all its depths; the keys are rotated.
 
     base     those of depth 1, `[T, g, d]`, in the order of context-parallel ranks; None while depth 1 itself runs
     links    those of depths 2 up to the one before the depth that runs, `[t, g, d]` each
-    current  those of the depth that runs, set by `PackedAttention.forward`; read by `next`
+    current  those of the depth that runs, or has run last: set by `PackedAttention.forward`, read by `next`
 
     All of the policy's layers share one empty chain, as at depth 1: each overwrites `current`, and nobody reads it.
     Gradients flow through all pairs.
@@ -80,9 +82,9 @@ def packed_sequences(
 ) -> PackedSequences:
     """Describe one micro-batch, still without rotary angles (`model.at_positions`).
 
-    cu_seqlens_padded  `[n + 1]`, of the whole batch, before the context split; on the CPU, so that no device is waited
-                       for
-    groups             g
+    cu_seqlens_padded  `[n + 1]`, cumulative lengths of the whole batch, before the context-parallel split; on the CPU,
+                       so that the host does not wait for the device
+    groups             g, of the model that attends
     """
     lengths = cu_seqlens_padded[1:] - cu_seqlens_padded[:-1]
     longest = int(lengths.max()) if len(lengths) else 0
@@ -169,21 +171,22 @@ class PackedAttention(MegatronModule):
             key = rotated(key, packed)
         width = value.shape[-1]
         key_width = key.shape[-1]
-        # In latent attention. The kernels take one width. Zeros in further channels leave the others as they are, and
-        # the output loses these channels below.
+        # Only latent attention has narrower values. The kernels take one width, so zeros fill further channels. They do
+        # not change the other channels, and are cut off the output below.
         if width < key_width:
             value = F.pad(value, (0, key_width - width))
         chain = packed.chain
         links: list[Tensor] = []
         if chain.base is None:
-            # Depth 1, or the policy: gather the keys of all context-parallel ranks. The backward sums their gradients.
+            # Depth 1, or the policy: gather the keys and values of all context-parallel ranks. The backward sums the
+            # gradients over these ranks.
             if self.cp_group.size() > 1:
                 both = torch.cat([key, value], -1)
                 both = gather_from_sequence_parallel_region(both, group=self.cp_group)
                 key, value = both.split(key_width, -1)
             chain.current = (key, value)
         else:
-            # A row attends to its own links only, so they stay on this rank.
+            # A row attends to links of its own row only, so they are not gathered.
             chain.current = (key, value)
             for pair in (*chain.links, chain.current):
                 links += pair
@@ -225,8 +228,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _Attend(torch.autograd.Function):
     """Softmax attention of `q [t, n, d]` to the rows of `k`, `v` `[T, g, d]` that the plan names, and to the links.
 
-    `links`: key, value, key, value, ..., `[t, g, d]` each. Row i of q attends to row i of each key. All keys of a query
-    row share one softmax. `backward` returns gradients in the order of `forward`'s arguments.
+    `links`: key, value, key, value, ..., `[t, g, d]` each. Row i of q attends to row i of each link's key. All keys of
+    a query row share one softmax. `backward` returns gradients in the order of `forward`'s arguments.
     """
 
     @staticmethod
@@ -246,7 +249,9 @@ class _Attend(torch.autograd.Function):
             out = out.to(lse.dtype)
         for key, value in _pairs(links):
             score = _row_dot(q, key, lse.dtype) * scale
-            _join(out, lse, value, score)  # in place: the plan made both tensors for this call
+            _join(
+                out, lse, value, score
+            )  # in place: `plan.attend` made `out` and `lse` for this call
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *links)
         return out
@@ -256,12 +261,13 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse, *links = ctx.saved_tensors
         scale = ctx.scale
         grad = grad.contiguous()
-        # `out` and `lse` are those of all keys, links included, so each part's gradients follow from itself alone.
+        # `out` and `lse` are those of all keys, links included. So the plan needs no link for its gradients, and a link
+        # needs no other key.
         dq, dk, dv = ctx.plan.attend_backward(grad, q, k, v, out, lse, scale)
         gradients: list[Tensor] = []  # of the links, in their order
         if links:
             exact = lse.dtype
-            # For the softmax's gradient: Σ over keys of p · dp
+            # Σ over all keys of p · dp, which the softmax's gradient subtracts; it equals grad · out.
             delta = (grad.to(exact) * out).sum(-1)
         for key, value in _pairs(links):
             heads, groups = q.shape[1], key.shape[1]
@@ -310,7 +316,10 @@ def _per_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _row_dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply row by row: `[t, n, d] · [t, g, d] -> [t, n]`."""
+    """Return the dot product of each query head with its key/value head, row by row, in `dtype`.
+
+    a `[t, n, d]`, b `[t, g, d]` -> `[t, n]`
+    """
     a = a.to(dtype).unflatten(1, (b.shape[1], -1))
     b = b.to(dtype)
     products = a * b[:, :, None]

@@ -1,7 +1,8 @@
 """Causal attention over packed sequences by torch's fused kernel for CPUs, in padded batches of similar lengths.
 
-The kernel takes rectangular batches only. `attention_plan.py` chooses this module on a CPU without context parallelism,
-else `varlen.py`. The padding stands behind each sequence, where causal attention keeps it from all tokens.
+The kernel takes rectangular batches only. The padding stands behind each sequence, where causal attention hides it from
+all tokens. `attention_plan.py` chooses this module on a CPU without context parallelism, else `varlen.py`.
+`attention.py` calls `attend` and `attend_backward`.
 
 Shapes: t tokens, n query heads, g key/value heads, d channels of a head.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-# A sequence joins a batch if padding takes at most this share of its batch row.
+# A sequence joins a batch if padding takes at most this share of its batch row; otherwise it begins a new batch.
 _MAX_PADDING = 0.2
 
 
@@ -51,7 +52,7 @@ class Batched:
         batches: list[list[tuple[int, int]]] = []
         for sequence in sorted(sequences, key=lambda start_and_length: -start_and_length[1]):
             length = sequence[1]
-            if not length:  # all after it are empty, too: lengths fall
+            if not length:  # all later ones are empty, too, because the lengths fall
                 break
             if batches and length >= (1 - _MAX_PADDING) * batches[-1][0][1]:
                 batches[-1].append(sequence)
@@ -64,7 +65,7 @@ class Batched:
         for batch in batches:
             longest = batch[0][1]
             position = torch.arange(longest)
-            # `[batch, 1, 1]` each
+            # `[batch, 1, 1]` each, so that they combine with `head [g, 1]` and `position [longest]`
             starts, lengths = torch.tensor(batch)[:, :, None, None].unbind(1)
             shapes.append((len(batch) * groups, longest))
             row = (starts + position) * groups + head
@@ -90,7 +91,7 @@ class Batched:
                 q_b, k_b, v_b, 0.0, True, scale=scale
             )  # no dropout, causal
             outs.append(out)
-            lses.append(lse[..., None])
+            lses.append(lse[..., None])  # `_by_token` takes tensors with channels: here one
         return self._by_token(outs), self._by_token(lses)[..., 0]
 
     def attend_backward(
@@ -103,11 +104,12 @@ class Batched:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys, the links.
+        """Return dq, dk, dv, shaped and typed as q, k, v. `grad` is that of `out`; the other shapes are `attend`'s.
 
-        The shapes are those of `attend`.
+        out, lse  of the whole softmax. At a drafter's depths above 1 it includes further keys, the links, which
+                  `attention.py` has joined; their gradients are computed there
         """
-        # Not in bfloat16: torch's kernel then takes several times as long where rows are few.
+        # In float32 at least: in bfloat16 torch's kernel takes several times as long where rows are few.
         exact = torch.promote_types(q.dtype, torch.float32)
         gradients: list[list[Tensor]] = [[], [], []]
         lse = lse[..., None]
@@ -136,6 +138,7 @@ class Batched:
         for x in tensors:
             rows = x.reshape(len(x) * self.groups, -1, x.shape[-1])
             slots = rows.index_select(0, self.rows)
+            # Padding has selected row 0. In the backward its gradient must be 0, or it would add to those of the keys.
             slots.index_fill_(0, self.padding, 0)
             slots = slots.expand(-1, heads, -1)
             columns.append(slots.split(sizes))

@@ -1,14 +1,17 @@
 """Save and load what one optimizer step depends on, bit for bit, for the same layout of ranks.
 
+`Trainer.save` and `load` (`step.py`), `cotrainer/cotrainer.py` and the integration with slime call it. When to save,
+and the state of the run beside a checkpoint, are decided in `run/checkpoints.py`.
+
 A checkpoint is a directory: one safetensors file per distinct shard, and `layout.json`, which names the layout. Under
 expert parallelism experts are sharded in their own way, so they have files of their own, one per shard. Every tensor
-has a checksum in its file, compared on loading. Another layout, dtype or drafter starts from the exported
-Hugging Face weights instead. `conversion/run_checkpoint.py` reads the files, too: it parses their names, the names of
-tensors in them and `layout.json`.
+has a checksum in its file, compared on loading. A run with another layout, dtype or drafter cannot load a checkpoint;
+it starts from exported Hugging Face weights. `conversion/run_checkpoint.py` reads the files, too: it parses their
+names, the names of tensors in them and `layout.json`.
 
-Megatron's own format would reshard. It is not used because it keeps the drafter's optimizer, which only the last
-pipeline stage has, in a file that only rank 0 writes; because it needs pickle; and because on loading it gives all
-parameters one shared `step`, which AdamW then advances once per parameter (0.16.1).
+Megatron's own format could be loaded into another layout. It is not used for three reasons (0.16.1). It keeps the
+drafter's optimizer, which only the last pipeline stage has, in a file that only rank 0 writes. It needs pickle. On
+loading it gives all parameters one shared `step`, which AdamW then advances once per parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from megatron_rlspec.train import experts, runtime
 from megatron_rlspec.train.optimizer import Learner, Part
 
 LAYOUT = "layout.json"
-# Keys of AdamW's state; fused optimizers have no "step" there.
+# Keys of AdamW's state of one parameter; fused optimizers have no "step" there. They are parts of names in the files.
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -57,7 +60,8 @@ def save(
     layout      JSON values, equal on all ranks; rank 0 writes its own. `load` compares the keys that it is given
     generators  False: leave out random states, for a caller that saves them elsewhere
 
-    Call it between steps. Raises SaveError on every rank if one cannot write.
+    Call it between steps, on all ranks, which must share the file system. Raises SaveError on every rank if one cannot
+    write.
     """
     directory = Path(directory)
     partial = directory.with_name(f".{directory.name}.partial")  # all ranks share the file system
@@ -101,8 +105,8 @@ def save(
 def on_all_ranks(act: Callable[[], object], runs_here: bool = True) -> str:
     """Run `act` on the ranks with `runs_here`, wait for all, and return the first rank's OSError; "" if there is none.
 
-    Collective: the other ranks must call it, too. Other errors than OSError are raised on their rank only, and the
-    others then wait until their timeout.
+    Collective: ranks without `runs_here` must call it, too. Any other error than an OSError is raised on its own rank
+    only, and the other ranks then wait until their timeout.
     """
     error = ""
     try:
@@ -129,7 +133,7 @@ def load(
     error = ""
     advice = ""
     try:
-        _check_layout(directory, layout)  # its message has an advice of its own
+        _check_layout(directory, layout)  # before `advice`: this message has an advice of its own
         advice = f"; remove {directory} to go on without it"
         for name, learner in learners.items():
             for part in learner.parts:
@@ -138,7 +142,7 @@ def load(
             _load_generators(_generators_file(directory))
     except CheckpointError as problem:
         error = f"{problem}{advice}"
-    # A rank that raised before this would leave the others waiting here.
+    # An error is raised only after this exchange: a rank that raised earlier would leave the others waiting here.
     error = runtime.first_message(error)
     if error:
         raise CheckpointError(error)
@@ -163,7 +167,7 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
     All parts of a learner have the same `steps`, of which each file has a copy.
     """
     with TensorFile(path) as file, torch.no_grad():
-        # In this order: the moments must exist before `_named_tensors` can name them.
+        # `_create_moments` comes before `_named_tensors`, which names only moments that exist.
         learner.steps = int(_stored(file, "steps", torch.tensor(0)))
         _create_moments(part, learner.steps)
         tensors = _named_tensors(learner, part)
@@ -177,7 +181,8 @@ def _load_part(path: Path, learner: Learner, part: Part) -> None:
 def _create_moments(part: Part, updates: int) -> None:
     """Create the optimizer state to load into, for every parameter; remove it if `updates` is 0.
 
-    torch's AdamW counts updates in that state, the fused ones (of Apex and Transformer Engine) in the group.
+    torch's AdamW counts updates in the state of each parameter, the fused ones (of Apex and Transformer Engine) in the
+    group. The count is set here; the other moments are loaded afterwards.
     """
     if not part.groups:  # a stage without experts
         return
@@ -190,7 +195,8 @@ def _create_moments(part: Part, updates: int) -> None:
         return
     part.optimizer.init_state_fn(inner)
     if isinstance(inner, torch.optim.AdamW):
-        # A tensor for each parameter: AdamW counts up in place, so a shared one would count once per parameter.
+        # A tensor of its own for each parameter: AdamW counts up in place, so a shared one would count once per
+        # parameter.
         for state in inner.state.values():
             state["step"] = torch.tensor(float(updates))
     else:
@@ -224,8 +230,9 @@ def _stored(file: TensorFile, name: str, like: Tensor) -> Tensor:
 def _named_tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
     """Return every tensor of a part by its name in the file: parameters, the optimizer's copies, moments, step count.
 
-    The part that is not of experts also has the routers' biases. All but "steps" are the tensors themselves, into which
-    `_load_part` copies. `conversion/run_checkpoint.py` reads "parameter." and "bias.".
+    The part that is not of experts also has the routers' biases. All but "steps" are the tensors themselves, not
+    copies: `_load_part` writes into them. The names are the file format. `conversion/run_checkpoint.py` reads
+    "parameter." and "bias.".
     """
     module = learner.ddp.module
     tensors: dict[str, Tensor] = {}
@@ -235,8 +242,8 @@ def _named_tensors(learner: Learner, part: Part) -> dict[str, Tensor]:
     if not part.experts:
         for name, bias in experts.biases(module).items():
             tensors[f"bias.{name}"] = bias
-    # What the inner optimizer updates: shards or float32 copies of parameters, without names. Their numbers in the
-    # optimizer's groups are the same in every job of the same layout.
+    # The inner optimizer updates shards or float32 copies of parameters, which have no names. Their numbers in the
+    # optimizer's groups are the same in every job of the same layout, so the numbers serve as names.
     for g, group in enumerate(part.groups):
         for i, parameter in enumerate(group["params"]):
             tensors[f"main.{g}.{i}"] = parameter.data
@@ -260,7 +267,10 @@ def _generator_states() -> dict[str, Tensor]:
 
 
 def _shard_file(directory: Path, name: str, learner: Learner, part: Part) -> Path:
-    """Return the file of this rank's shard of a part; `name` is the learner's. Replicas share it, if they are equal."""
+    """Return the file of this rank's shard of a part; `name` is the learner's. Equal replicas share one file.
+
+    `conversion/run_checkpoint.py` parses the file's name.
+    """
     replica = f"-replica{part.replicas.rank()}" if learner.adam.distributed else ""
     shard = f"-tensor{ps.get_tensor_model_parallel_rank()}"
     if part.experts:
@@ -269,9 +279,9 @@ def _shard_file(directory: Path, name: str, learner: Learner, part: Part) -> Pat
 
 
 def _generators_file(directory: Path) -> Path:
-    """Return the file of this rank's generators. One of Megatron's differs between expert-parallel ranks.
+    """Return the file of this rank's generators. One of Megatron's generators differs between expert-parallel ranks.
 
-    Ranks that differ in their expert-data-parallel number only share a file; the first one writes it.
+    Ranks that differ only in their expert-data-parallel number share a file; rank 0 of these writes it.
     """
     shard = f"-tensor{ps.get_tensor_model_parallel_rank()}"
     if ps.get_expert_model_parallel_world_size() > 1:

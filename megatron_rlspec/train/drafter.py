@@ -3,6 +3,7 @@
 Its inputs are the policy's detached hidden states and detached views of the policy's embedding, so no gradient and no
 buffer connects the two. Parameters have their names in a Megatron checkpoint: `mtp.layers.N.*`, or `eagle_module.*` as
 in ModelOpt. `models/names.py` maps both to Hugging Face names, so modules must keep their attributes' names.
+`step.py` builds a drafter; `DrafterStep` (`drafter_step.py`) computes its loss from what `Drafter.forward` returns.
 
 **Chain-exact unrolling** (EAGLE-3's training-time test, arXiv 2503.01840). To draft
 from position t, an engine runs depth 1 on (h_t, x_{t+1}) at rotary position t over the cached keys of every
@@ -54,7 +55,7 @@ class Drafter(MegatronModule):
     config                the drafter's configuration, with which its layers are built
     zero_first_embedding  the family's rule for position 0 (MiMo: the embedding there is 0)
     recompute             compute the layers again in the backward pass, as the policy's are
-    num_layers            each layer has a chain of keys of its own
+    num_layers            layers that `run` calls at each depth; each has a chain of keys of its own
 
     `Adopted` in `integrations/slime/drafter.py` does not call `__init__`, and sets what `forward` reads by itself: set
     a new attribute there, too.
@@ -84,8 +85,9 @@ class Drafter(MegatronModule):
                       the caller
         tokens        of depths 1..D, `[T]` each: x_{t+d} at t
         embedding     `[V / tensor, H]`, this rank's rows, without gradient
-        position_ids  `[T]`, of t
-        packed        the sequences, planned for the heads of `config`; each depth gets a copy with angles of its own
+        position_ids  `[T]` int64, the position of each token in its sequence
+        packed        the sequences, planned for the heads of `config` (`model.describe`); each depth gets a copy with
+                      rotary angles of its own
 
         Collective over tensor- and context-parallel ranks. All ranks must have the same number of depths.
         """
@@ -127,7 +129,7 @@ class Drafter(MegatronModule):
     def _run_depth(
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
-        """Call `run`, with its activations stored or computed again in the backward pass."""
+        """Call `run`. Its activations are stored, or with `recompute` computed again in the backward pass."""
         inputs = (state, embedded, packed, chains)
         if self.recompute and torch.is_grad_enabled():
             # Without dropout nothing inside is random, so no generator is restored. A layer stores its chain's keys as
@@ -143,39 +145,41 @@ class Drafter(MegatronModule):
 
     def _gather(self, x: Tensor) -> Tensor:
         """Return the rows of all tensor-parallel ranks, `[T, 1, H]`."""
-        # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
+        # `losses/drafter.py` already sums the gradient over tensor-parallel ranks, so the backward only splits it.
         if not self.config.sequence_parallel:
             return x
         return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
 
 
 class MTPDrafter(Drafter):
-    """One of Megatron's MTP layers, run at every depth. `config` is the policy's, of which the drafter keeps a copy.
+    """One of Megatron's MTP layers, run at every depth.
 
-    seed  of its own initialisation stream: the policy's random numbers stay as they are
+    config  the policy's, of which the drafter keeps a changed copy
+    seed    of a random stream for the initial weights, so that the policy's random numbers stay as they are
     """
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], seed: int) -> None:
-        own = replace(
+        drafter_config = replace(
             config,
             mtp_num_layers=1,
             recompute_granularity=None,  # `Drafter` recomputes by itself, so Megatron must not
             recompute_method=None,
         )
-        super().__init__(config, own, Rope.of(hf_config))
+        super().__init__(config, drafter_config, Rope.of(hf_config))
         self.zero_first_embedding = record_of(hf_config).zero_first_embedding
         with runtime.own_random_stream(seed):
-            # By default megatron-core 0.19 hands on two groups only, and its experts need all of them.
+            # Without `pg_collection` megatron-core 0.19 gives the layer two groups only, and its experts need all.
             groups = ProcessGroupCollection.use_mpu_process_groups()
             self.mtp = MultiTokenPredictionBlock(
-                own, layer_specs.drafter_spec(own), pg_collection=groups
+                drafter_config, layer_specs.drafter_spec(drafter_config), pg_collection=groups
             )
 
     def run(
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
-        # Not the block's forward: that shifts the tokens and looks up embeddings by itself, and has a layer for each
-        # depth. The method is private to Megatron; `integrations/slime/drafter.py` calls it, too.
+        # The block's own forward is of no use: it shifts the tokens and looks up embeddings by itself, and takes
+        # another layer for each depth. The method called here is private to Megatron; `integrations/slime/drafter.py`
+        # calls it, too.
         layer = self.mtp.layers[0]
         return layer._proj_and_transformer_layer(
             state, embedded, packed_seq_params=_chained(packed, chains[0])
@@ -187,41 +191,50 @@ class Eagle3Drafter(Drafter):
 
     Most of these drafters have one layer. The residual stream begins with `fc` of the hidden states of n layers of the
     policy, which may be normed, each or all together. The attention of the first layer reads the norms of embedding and
-    hidden state side by side. The next depth reads the output before the final norm, or with `norm_output` after it.
-    The output layer is the drafter's own, over the draft vocabulary, and whole on every tensor-parallel rank.
+    hidden state side by side. The next depth reads the output of the last layer before the final norm; with
+    `norm_output` (of the drafter's config.json) it reads the output after that norm. The output layer is the drafter's
+    own, over the draft vocabulary, and whole on every tensor-parallel rank.
 
     config     the policy's
     hf_config  of the policy, with the drafter's config.json under `DRAFTER`
-    seed       of its own initialisation stream
+    seed       of a random stream for the initial weights, so that the policy's random numbers stay as they are
     """
 
     def __init__(self, config: TransformerConfig, hf_config: Mapping[str, Any], seed: int) -> None:
         drafter = hf_config[DRAFTER]
         taps = len(taps_of(hf_config))  # n
-        own = _eagle3_config(config, drafter)
-        super().__init__(config, own, Rope.of(drafter))
-        width = own.hidden_size
+        drafter_config = _eagle3_config(config, drafter)
+        super().__init__(config, drafter_config, Rope.of(drafter))
+        width = drafter_config.hidden_size
         std = drafter.get("initializer_range", 0.02)
-        plain: dict[str, Any] = {"bias": False, "dtype": own.params_dtype}
-        stated = check_drafter_config(drafter, "the drafter")
-        self.num_layers = own.num_layers
-        self.norm_output = bool(stated.norm_output)
+        plain: dict[str, Any] = {"bias": False, "dtype": drafter_config.params_dtype}
+        checked_config = check_drafter_config(drafter, "the drafter")
+        self.num_layers = drafter_config.num_layers
+        self.norm_output = bool(checked_config.norm_output)
         block: Any = nn.Module()
         with runtime.own_random_stream(seed):
             # Do not reorder: the modules draw random numbers in this order, so another one gives other initial weights.
             block.fc = nn.Linear(taps * width, width, **plain)
-            block.enorm = RMSNorm(own, width, own.layernorm_epsilon)
+            block.enorm = RMSNorm(drafter_config, width, drafter_config.layernorm_epsilon)
             block.decoder = nn.Module()
             block.decoder.layers = nn.ModuleList()
-            for number in range(1, own.num_layers + 1):
+            for number in range(1, drafter_config.num_layers + 1):
                 spec = layer_specs.eagle3_spec(first=number == 1)
-                layer = build_module(spec, config=own, layer_number=number)
+                layer = build_module(spec, config=drafter_config, layer_number=number)
                 block.decoder.layers.append(layer)
-            block.decoder.final_layernorm = RMSNorm(own, width, own.layernorm_epsilon)
-            block.input_norm = _norm_before_fc(own, taps * width) if stated.norms_joined else None
+            block.decoder.final_layernorm = RMSNorm(
+                drafter_config, width, drafter_config.layernorm_epsilon
+            )
+            block.input_norm = (
+                _norm_before_fc(drafter_config, taps * width)
+                if checked_config.norms_joined
+                else None
+            )
             block.fc_norm = None
-            if stated.norms_each:
-                block.fc_norm = nn.ModuleList([_norm_before_fc(own, width) for _ in range(taps)])
+            if checked_config.norms_each:
+                block.fc_norm = nn.ModuleList(
+                    [_norm_before_fc(drafter_config, width) for _ in range(taps)]
+                )
             block.eagle_output_layer = nn.Linear(width, drafter["draft_vocab_size"], **plain)
             for linear in (block.fc, block.eagle_output_layer):
                 nn.init.normal_(linear.weight, std=std)
@@ -249,7 +262,8 @@ class Eagle3Drafter(Drafter):
         self, state: Tensor, embedded: Tensor, packed: PackedSequences, chains: Sequence[Chain]
     ) -> Tensor:
         decoder = self.eagle_module.decoder
-        # `NormBesideEmbedding` reads it within the call of the layer below.
+        # The first layer's norm (`layers.NormBesideEmbedding`) reads this attribute in the loop below. Set it in `run`
+        # only: recomputation calls `run` again, after later depths have overwritten the attribute.
         decoder.layers[0].input_layernorm.embedded = self.eagle_module.enorm(embedded)
         for layer, chain in zip(decoder.layers, chains, strict=True):
             state, _ = layer(
@@ -268,7 +282,8 @@ class Eagle3Drafter(Drafter):
 def _norm_before_fc(config: TransformerConfig, width: int) -> RMSNorm:
     """Build a norm of `width` channels for inputs that `Policy.taps` has gathered."""
     norm = RMSNorm(config, width, config.layernorm_epsilon)
-    # Every tensor-parallel rank norms all rows, so each has the whole gradient. With True, Megatron would add them up.
+    # Every tensor-parallel rank norms all rows, so each has the whole gradient. With True, Megatron would add up these
+    # equal gradients.
     norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
     return norm
 
@@ -283,7 +298,8 @@ def _chained(packed: PackedSequences, chain: Chain) -> PackedSequences:
 def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> TransformerConfig:
     """Return the policy's configuration with the drafter's sizes, dense and on one pipeline stage.
 
-    Raises ConfigError if parallel.tensor does not divide the key/value heads.
+    A new field of the policy's configuration is taken over unless it is replaced here. Raises ConfigError if
+    parallel.tensor does not divide the key/value heads.
     """
     heads = drafter["num_attention_heads"]
     groups = drafter.get("num_key_value_heads") or heads
@@ -292,7 +308,7 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
             f"the EAGLE-3 drafter has num_key_value_heads={groups}, no multiple of "
             f"parallel.tensor={config.tensor_model_parallel_size}"
         )
-    own = replace(
+    drafter_config = replace(
         config,
         num_layers=drafter.get("num_hidden_layers", 1),
         ffn_hidden_size=drafter["intermediate_size"],
@@ -306,15 +322,16 @@ def _eagle3_config(config: TransformerConfig, drafter: Mapping[str, Any]) -> Tra
         moe_ffn_hidden_size=None,
         moe_layer_freq=1,
         expert_model_parallel_size=1,
-        pipeline_model_parallel_size=1,  # the last stage has all of it
+        pipeline_model_parallel_size=1,  # the last stage has the whole drafter
         recompute_granularity=None,
         recompute_method=None,
         # The layers are local ones on every device (`layer_specs.eagle3_spec`): their activation is in the spec.
         use_te_activation_func=True,
         bias_activation_fusion=False,
     )
-    own.rotary_percent = 1.0  # as in `DecoderConfig`; slime's configuration has no such field
-    return own
+    # Set here and not above: `DecoderConfig` has this field, but slime's configuration has not.
+    drafter_config.rotary_percent = 1.0
+    return drafter_config
 
 
 def build_drafter(

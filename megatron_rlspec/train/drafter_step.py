@@ -1,8 +1,9 @@
-"""The drafter's part of an optimizer step, shared by our own loop and the integration with slime.
+"""The drafter's part of an optimizer step, shared by our own loop (`step.py`) and by `cotrainer/drafter.py`.
 
-The caller runs the drafter's forward pass over a micro-batch and hands over the hidden states that the output layer
-reads. `DrafterStep` does the rest: student, teacher, loss and gradient, the prediction of what the next rollout will
-accept, and the optimizer's update after the last micro-batch.
+The caller runs the drafter's forward pass over a micro-batch (`drafter.py`) and hands over its results: the hidden
+states of each depth, which an output layer turns into logits. `DrafterStep` does the rest: loss and gradient
+(`losses/drafter.py`), the prediction of what the next rollout will accept, and the optimizer's update after the last
+micro-batch. The student is the drafter, the teacher is the policy.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class DrafterTargets:
 
     Made by `train/step.py` from a `PackedBatch`, and by `cotrainer/fields.py`.
 
-    labels             token t + 1 + d
-    weight             of that prediction, not negative; 0 where nothing is trained
+    labels             int64, at position t and depth d the id of token t + 1 + d
+    weight             factor of that prediction's loss, not negative; 0 where nothing is trained
     counts             per depth, Σ weight over all micro-batches and ranks of the step, at least 1
     cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
     rows               `[t]` int64, the row of each position in the policy's micro-batch; None: the rows are the same
@@ -80,8 +81,8 @@ class DrafterTargets:
 class DrafterStep:
     """One drafter's steps on this rank: `begin`, then `make_student` and `learn` for each micro-batch, then `update`.
 
-    objective  `Trainer.accept_lengths` sets another one in a copy of this object
-    learner    None for a drafter that is only measured, without `update`
+    objective  the loss and the prediction. `Trainer.accept_lengths` sets another one in a copy of this object
+    learner    the drafter's gradient buffers and optimizer; None without `options.train`: no `update` is possible then
     draft_ids  the draft vocabulary, `[S]` int64 token ids, on any device; None: all tokens. The caller sets it, to the
                same ids on all ranks, and before the first micro-batch where `head` is not None
     head       the drafter's own output layer `[S, H]`, a row for each of `draft_ids`, in ascending order of the ids;
@@ -143,8 +144,9 @@ class DrafterStep:
         objective = self.objective
         depths = range(1, objective.depth + 1)
         device = targets.labels[0].device
-        t = len(targets.labels[0])  # of each depth
-        # Each depth is divided by its own count of the whole step, so losses of micro-batches and ranks can be added.
+        t = len(targets.labels[0])  # every depth has as many rows
+        # Each depth's weights are divided by the depth's count in the whole step. So the losses of micro-batches and
+        # ranks can be added.
         weights = []
         for d in depths:
             scale = objective.depth_decay ** (d - 1) / targets.counts[d - 1]
@@ -175,8 +177,8 @@ class DrafterStep:
     def _teacher_index(self, targets: DrafterTargets) -> Tensor:
         """Return the teacher's row of each student row, `[depth * t]`: depth d at t learns the distribution at t + d.
 
-        It is a row of the hidden states that `learn` gathers from all context-parallel ranks; or, if the policy's loss
-        hands over its logits, a row of the policy's micro-batch. Rows of weight 0 may have any index.
+        With `shares_policy_logits` the index counts rows of the policy's micro-batch, else rows of the hidden states
+        that `learn` gathers from all context-parallel ranks. Student rows of weight 0 may have any index.
         """
         device = targets.labels[0].device
         size = ps.get_context_parallel_world_size()
@@ -192,9 +194,9 @@ class DrafterStep:
     def learn(self, student: Student, targets: DrafterTargets, hidden: Tensor | None) -> Sums:
         """Compute the gradients of a micro-batch, if they are enabled. Call it once for each student.
 
-        Returns sums. After the last micro-batch `follow_rounds` takes those of all, then `reduce_sums` and `means` of
-        `objectives.py`. Collective over the context- and tensor-parallel ranks. The gradients are added to
-        those of earlier micro-batches.
+        Collective over the context- and tensor-parallel ranks. The gradients are added to those of earlier
+        micro-batches. Returns this micro-batch's sums. After the last micro-batch the caller gives the list of all sums
+        to `follow_rounds`, and then reduces them by `objectives.py`.
 
         hidden  the policy's hidden states after its final norm, `[t, H]` of the same positions, from which the
                 teacher's logits are computed; None if `student.observe` has received every row, or without a teacher
@@ -209,7 +211,7 @@ class DrafterStep:
             sums[_TABLE_KEY] = self._prediction_table(student, targets)
         sums |= {f"drafter/{name}": value for name, value in metrics.items()}
         sums["drafter/objective"] = loss.detach()
-        # Not in `accept_lengths` of `step.py`, nor for a drafter that is only measured.
+        # The loss needs no gradient in `Trainer.accept_lengths`, and for a drafter that is only measured.
         if loss.requires_grad:
             loss.backward()
         return sums
@@ -228,8 +230,8 @@ class DrafterStep:
         """Return accept, reach, log q and mask of this micro-batch's positions, for `follow_rounds`: `[T, D, 3F + 1]`.
 
         F is 1, or for coupled drafts the number of sharpnesses. `_sum_rounds` reads the last dimension in this order:
-        accept of each sharpness, reach of each, log q of each, mask. Only the first rank of a context-parallel group
-        has rows; the sums over data- and context-parallel ranks would else count them several times.
+        accept of each sharpness, reach of each, log q of each, mask. Every context-parallel rank gathers the rows of
+        all, but only the first one returns them: the later sum over ranks would else count them several times.
         """
         objective = self.objective
         rows = student.rows
@@ -237,9 +239,10 @@ class DrafterStep:
         logq = logq_of_rows(rows, objective.depth)
         trained = torch.stack([w != 0 for w in targets.weight], 1)
         if objective.coupled:
-            if targets.seeds is not None:
+            if targets.seeds is not None:  # seed -1: no acceptance is predicted at this position
                 trained &= (targets.seeds >= 0)[:, None]
-            # F is 1 where this rank's samples have no seeds. The sums need the same shapes on all ranks.
+            # Without seeds `accept_and_reach` and `logq_of_rows` return F = 1. All ranks need the same F, because their
+            # sums are added: so the one column is repeated.
             accept = accept.expand(-1, -1, len(SHARPNESS))
             reach = reach.expand(-1, -1, len(SHARPNESS))
             logq = logq.expand(-1, -1, len(SHARPNESS))
@@ -251,8 +254,8 @@ class DrafterStep:
         return table
 
 
-# Keys of a micro-batch's sums: what `_prediction_table` returns; and what `follow_rounds` replaces it by, the fields of
-# `Prediction` in their order
+# Keys of a micro-batch's sums. `learn` stores a table under the first. `follow_rounds` replaces it by three sums, which
+# `Prediction.of_sums` takes in this order.
 _TABLE_KEY = "prediction/table"
 _PREDICTED_KEYS = ("prediction/reached", "prediction/accepted", "prediction/by_logq")
 
@@ -265,7 +268,7 @@ def follow_rounds(sums: Sequence[Sums], steps: tuple[int, ...]) -> None:
     Call it once a step, after the last micro-batch: the copy of all tables to the host waits for the device. A second
     call does nothing. It changes `sums` in place.
     """
-    # Either every micro-batch has a table, or none has.
+    # Either every micro-batch has a table, or none has: `predict` is equal for all (`make_student`).
     tables = [micro_batch.pop(_TABLE_KEY) for micro_batch in sums if _TABLE_KEY in micro_batch]
     if not tables:
         return
@@ -280,9 +283,10 @@ def _sum_rounds(table: Tensor, steps: tuple[int, ...]) -> Sums:
 
     table  as `_prediction_table` returns it, on the CPU
 
-    Returns float64 arrays, F sharpnesses first: reached and accepted `[F, K, max(steps)]`, by_logq `[F, 2, BINS]`.
+    Returns float64 tensors, F sharpnesses in the first dimension: reached and accepted `[F, K, max(steps)]`, by_logq
+    `[F, 2, BINS]`.
     """
-    # Rounds may draft more than the trained depths.
+    # Rounds may draft more tokens than there are trained depths.
     columns = [deepen(column, max(steps)) for column in table.unbind(2)]
     mask = columns.pop()
     factors = len(columns) // 3
@@ -324,7 +328,7 @@ def objective_of(
     steps     numbers of drafts of a round that engines may be told, in any order; 0 is left out
     coupled   whether engines with the position-keyed verifier draft with its noise
     """
-    # Without filters, rollouts draw from the teacher's own distribution.
+    # Without top-p, top-k and min-p, rollouts draw from the teacher's own distribution.
     unfiltered = sampling.top_p >= 1 and sampling.top_k < 0 and sampling.min_p == 0
     sampled = sampling.temperature > 0 and unfiltered
     loss: Any = drafter.loss

@@ -1,6 +1,6 @@
 """Which steps train the drafter, and how much the samples of a step weigh by their rewards. No torch, no Megatron.
 
-Our loop uses both through `extensions/drafter_schedules`. The denominator of the drafter's loss is the sum of the
+`extensions/drafter_schedules` uses both for our loop. The denominator of the drafter's loss is the sum of the
 weights over the trained tokens (`packing/pack.py`), so only the weights' ratios matter.
 """
 
@@ -20,12 +20,12 @@ class EverySteps:
     watch acceptance, or the time that an update saves, were worse than this one (docs/staleness.md).
 
     every               1 or more
-    steps_since_update  ended steps since the last update
+    steps_since_update  ended steps since the last update; at first `every`, so that the first step is due
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.steps_since_update = every  # not 0, so that the first step is due
+        self.steps_since_update = every
 
     @property
     def due(self) -> bool:
@@ -37,7 +37,7 @@ class EverySteps:
         self.steps_since_update = 0 if updated else self.steps_since_update + 1
 
     def state(self) -> dict[str, int]:
-        """Return the state for a checkpoint, which keeps it under this key."""
+        """Return the state, as JSON, for the file beside a checkpoint. The key is part of that file's format."""
         return {"since": self.steps_since_update}
 
     def restore(self, state: Mapping[str, int]) -> None:

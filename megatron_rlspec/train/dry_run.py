@@ -1,8 +1,9 @@
 """`rlspec train --dry-run`: print parameters and memory of a rank of each pipeline stage, in one process.
 
-The model is built (`stages.py`); the memory is computed (`memory_estimate.py`, `memory_choices.py`). This module joins
-both into the lines that `commands/training.py` prints. Memory is in bytes, but for `gpu_gib` and the printed lines.
-The process must be as `stages._fake_rank` needs it: without a process group, and without a visible GPU.
+`stages.py` builds the model of each stage. `memory_estimate.py` computes the memory of ranks and engines, and
+`memory_choices.py` what a run chooses by it. This module joins them into the lines that `commands/training.py` prints.
+Nothing is trained or loaded. Memory is in bytes, but for `gpu_gib` and the printed lines. The process must be as
+`stages._fake_rank` needs it: without a process group, and without a visible GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron_rlspec.memory_estimate import (
 from megatron_rlspec.train import stages
 from megatron_rlspec.train.stages import Stage
 
-# Attributes of `RankMemory`
+# Attributes of `RankMemory`, and the names of the table's columns
 _MEMORY_COLUMNS = ("weights", "gradients", "optimizer", "activations", "total")
 
 
@@ -80,7 +81,7 @@ def _settled(
 
     gpu  bytes of one GPU
     """
-    # The choices need the model's size, and can change its memory: the caller builds it again with them.
+    # The choices need the model's size, and can change its memory. So the caller builds the stages a second time.
     built = stages.build(config, hf_config, world)
     machine = Hardware(gpus=world, gpu=gpu, ranks=world, world=world)
     return settled(
@@ -88,7 +89,7 @@ def _settled(
         Fit(hf_config, sum(stages.parameters(built)), machine),
         built[-1].memory,  # the last stage has the drafter
         launches=config.rollout.engine == "sglang" and not config.rollout.urls,
-        # With placement.mode=disaggregated the number of GPUs is not known.
+        # With placement.mode=disaggregated engines have GPUs of their own, whose number is not known here.
         engines_open=engines_open and config.placement.mode != "disaggregated",
     )
 
@@ -137,9 +138,9 @@ def _engine_lines(
 
     model_parameters  number of parameters of policy and drafter
 
-    With placement.mode=auto the engine alone is shown, and if engines can share all ranks' GPUs, also the engine beside
-    a rank: which way a run takes depends on the number of its GPUs. Raises ConfigError if an engine does not fit in a
-    way that the user has chosen.
+    With placement.mode=auto there is a line for the engine alone and, if the engines need as many GPUs as there are
+    ranks, a second line for the engine beside a rank: which of the two a run takes depends on the number of its GPUs.
+    There an engine that does not fit is a line, too; with another mode it raises ConfigError.
     """
     engine = engine_memory(config, hf_config, gpu, model_parameters)
     kept_by_rank = rank.between_steps
@@ -150,7 +151,7 @@ def _engine_lines(
         f"{engine.attention / GIB:.2f}, with logits and prefills {engine.working / GIB:.2f}"
     )
     colocated = world == config.rollout.engines * engine.tensor
-    # How the line begins, and the bytes that a trainer rank keeps on the engine's GPU; None: no rank is there.
+    # For each line its beginning, and the bytes that a trainer rank keeps on the engine's GPU; None: no rank is there.
     placed: dict[str, int | None] = {}
     if mode != "colocated":
         placed["on GPUs of its own"] = None
@@ -162,7 +163,7 @@ def _engine_lines(
                 check_rank(rank, step_room(gpu, engine), "a rank beside a sleeping engine")
             tokens = engine_share(engine, gpu, kept).kv_tokens
         except ConfigError as error:
-            if mode != "auto":  # with auto the run can take the other way
+            if mode != "auto":  # with auto the run can still take the other placement
                 raise
             yield f"{where}: {error}"
             continue

@@ -1,9 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) of packed sequences, in policy and drafter.
 
 Megatron's `MLASelfAttention` computes the angles of the rotary embedding from the length of a sequence. The drafter's
-depths need those of given positions, so `LatentAttention` makes queries, keys and values itself, with the angles that
-`PackedSequences` holds. It also sums, over tensor-parallel ranks, the gradient of the keys' rotated part, which all
-heads share: Megatron 0.16.1 leaves that out where the down projections are column-parallel.
+depths need the angles of given positions, so `LatentAttention` makes queries, keys and values itself, with the angles
+that `PackedSequences` holds. It also sums, over tensor-parallel ranks, the gradient of the keys' rotated part, which
+all heads share: Megatron 0.16.1 leaves that sum out where the down projections are column-parallel.
+
+`layer_specs.py` puts `LatentAttention` into the layers; `model.transformer_config` calls `options`. Queries, keys and
+values then go to the layer's core attention, which must not rotate them again.
 
 The norms of the latent vectors take `rms_norm_eps`, as in SGLang. Transformers takes 1e-6 there.
 """
@@ -33,7 +36,10 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of Megatron's `MLATransformerConfig` beyond those of other models."""
+    """Return the fields of Megatron's `MLATransformerConfig` that differ from those of other models, or are added.
+
+    `hf_config` must have the keys of latent attention, such as `kv_lora_rank`; `q_lora_rank` may be missing or null.
+    """
     rope = Rope.of(hf_config)
     return {
         # Every head has keys of its own; only their rotated part is shared.
@@ -47,7 +53,7 @@ def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_layernorm": True,
         "rope_type": "rope",
         "apply_rope_fusion": False,  # `LatentAttention` rotates by itself
-        # From these two Megatron computes the factor on the scores.
+        # From these two fields Megatron computes the factor on the attention scores.
         "rotary_scaling_factor": rope.factor,
         "mscale_all_dim": rope.mscale,
     }
@@ -56,8 +62,8 @@ def options(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Give core attention queries and keys `[t, n, c + r]` and values `[t, n, v]`, rotated.
 
-    t tokens of this rank, n heads of this tensor-parallel rank, c channels of a head, r rotated channels, which come
-    last, v channels of a value.
+    t tokens, n heads of this tensor-parallel rank, c channels of a head that are not rotated, r rotated channels behind
+    them, v channels of a value.
     """
 
     def get_query_key_value_tensors(
@@ -71,7 +77,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Replace Megatron's. `hidden_states`: `[t, 1, H]`, or this rank's rows of it under sequence parallelism.
 
-        The two None are in the place of the latent vectors, which `PackedAttention` does not read.
+        Megatron returns latent vectors in the place of the two None. `PackedAttention` does not read them.
         """
         assert isinstance(packed_seq_params, PackedSequences)
         config = self.config
@@ -105,7 +111,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
         return x[:, 0].unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
     def _all_channels(self, x: Tensor, width: int) -> Tensor:
-        """Return all `width` channels of a down projection, which local specs cut over the tensor-parallel ranks."""
+        """Return all `width` channels of a down projection. Local specs cut them over the tensor-parallel ranks."""
         if x.shape[-1] == width:
             return x
         return gather_from_tensor_model_parallel_region(x)
@@ -113,16 +119,17 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _own_rows(self, x: Tensor, rows: int) -> Tensor:
         """Return the rows that sequence parallelism gives to this rank; `x` has `rows` of them, or all.
 
-        `x` has all where the local down projection has gathered its input.
+        `x` has all rows where a down projection of the local spec has gathered its input.
         """
         if len(x) == rows:
             return x
         return scatter_to_sequence_parallel_region(x)
 
     def _for_all_heads(self, x: Tensor, rows: int) -> Tensor:
-        """Return all `rows` rows, `[t, 1, r]`, of what the heads of all tensor-parallel ranks read.
+        """Return all `rows` rows, `[t, 1, r]`, of the keys' rotated part, which the heads of all ranks read.
 
-        The backward of both branches sums the gradient over these ranks: each computes that of its own heads only.
+        Both branches must sum the gradient over the tensor-parallel ranks in the backward: each rank computes only that
+        of its own heads.
         """
         if len(x) != rows:
             return gather_from_sequence_parallel_region(x)
@@ -132,6 +139,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
 def _neighbours_to_halves(x: Tensor) -> Tensor:
     """Reorder channels for `rotated`, which rotates channel i with channel i + r / 2. DeepSeek rotates neighbours.
 
-    Queries and keys are reordered alike, so their products stay the same.
+    Channels (0, 1, 2, 3, ...) become (0, 2, ..., 1, 3, ...). Queries and keys must be reordered alike: only then their
+    products stay the same.
     """
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

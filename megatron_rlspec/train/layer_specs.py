@@ -1,8 +1,11 @@
 """Megatron's specs of the layers of policy and drafters: Transformer Engine's on a GPU, the local ones elsewhere.
 
 A spec names the class of each module of a layer. Megatron's functions return specs, and this module replaces single
-classes in them. Names of parameters follow from the spec: if a class changes them, `models/names.py` must follow, which
-has the names of both kinds.
+classes in them. `model.py` builds the policy by `decoder_spec`, and `drafter.py` builds drafters by `drafter_spec` and
+`eagle3_spec`.
+
+Names of parameters follow from the classes in a spec. `models/names.py` has the names for Transformer Engine's and for
+local specs: if a change here changes a name, change that table, too.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ from megatron_rlspec.train.layers import DoubleInput, NormBesideEmbedding, RMSNo
 def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Return specs of the policy's layers and final norm on this pipeline stage.
 
-    Core attention is Transformer Engine's where that is in use, else `PackedAttention`.
+    Core attention is Transformer Engine's where that is in use, else `PackedAttention`. Layers of one kind share one
+    spec object.
     """
     first = get_transformer_layer_offset(config)
     count = get_num_layers_to_build(config)
-    # For each layer of the model, 1 with experts and 0 with a plain MLP. Each kind needs one spec.
+    # For each layer of the model, over all stages, 1 with experts and 0 with a plain MLP. Each kind needs one spec.
     with_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     specs = {}
     for experts in set(with_experts):
@@ -55,19 +59,22 @@ def decoder_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
 def drafter_spec(config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules:
     """Return specs of the drafter's MTP layers, with experts if the model has any, like its last layer.
 
-    Their core attention is ours on every device: no other one is chain-exact.
+    Their core attention is `PackedAttention` on every device: no other one is chain-exact (`drafter.py`).
     """
     layer, norm = _layer_spec(config, experts=bool(config.num_moe_experts))
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     mtp = get_mtp_layer_spec(layer, use_transformer_engine=runtime.has_transformer_engine())
-    # The norms of embedding, hidden state and output, as those of the layer. Megatron would take WrappedTorchNorm for
-    # local layers (see `layers.py`).
+    # The norms of embedding, hidden state and output are those of the layer. Megatron would take WrappedTorchNorm for
+    # local layers, which refuses sequence parallelism.
     mtp.submodules.enorm = mtp.submodules.hnorm = mtp.submodules.layer_norm = norm
     return MultiTokenPredictionBlockSubmodules(layer_specs=[mtp] * config.mtp_num_layers)
 
 
 def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec, type]:
-    """Return the spec of one transformer layer, with experts or a plain MLP, and the class of its norm."""
+    """Return the spec of one transformer layer, with experts or a plain MLP, and the class of its norm.
+
+    The spec is new: callers set its core attention.
+    """
     shared: dict[str, Any] = {
         "qk_layernorm": config.qk_layernorm,
         "multi_latent_attention": config.multi_latent_attention,
@@ -90,9 +97,11 @@ def _layer_spec(config: TransformerConfig, *, experts: bool) -> tuple[ModuleSpec
 
 
 def eagle3_spec(*, first: bool) -> ModuleSpec:
-    """Return the spec of an EAGLE-3 drafter's layer. The first one's attention reads embedding and state side by side.
+    """Return the spec of an EAGLE-3 drafter's layer.
 
-    It is the local one on every device: Transformer Engine's fused norm and projection has one input.
+    first  the drafter's first layer, whose attention reads embedding and hidden state side by side
+
+    It is a local spec on every device: Transformer Engine's fused norm and projection takes the hidden state only.
     """
     layer = _local_layer_spec({"qk_layernorm": False, "num_experts": None})
     if first:
@@ -103,9 +112,10 @@ def eagle3_spec(*, first: bool) -> ModuleSpec:
 
 
 def _local_layer_spec(shared: Mapping[str, Any]) -> ModuleSpec:
-    """Return Megatron's local spec with the norms and the activation of `layers.py`.
+    """Return Megatron's local spec of one layer with the norms and the activation of `layers.py`.
 
-    shared  arguments of Megatron's function, without `moe_grouped_gemm` and `normalization`
+    shared  arguments of Megatron's function, without `moe_grouped_gemm` and `normalization`; "num_experts" is None for
+            a plain MLP
     """
     experts = shared["num_experts"] is not None
     # A copy, because this changes the spec.

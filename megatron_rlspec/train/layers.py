@@ -1,11 +1,13 @@
 """Norm and activation of the local layer specs, in plain torch, with the backward written out.
 
+With Transformer Engine the policy and the MTP drafter take its kernels instead. On a CPU, autograd without a written
+backward would read and write every activation about twice as often. `RMSNorm` also sets the attribute that sequence
+parallelism needs; Megatron's WrappedTorchNorm refuses sequence parallelism.
+
 `NormBesideEmbedding` and `DoubleInput` are for the first layer of an EAGLE-3 drafter, whose attention reads embedding
 and hidden state side by side.
 
-Transformer Engine has kernels for these. On a CPU, autograd without a written backward would read and write every
-activation about twice as often. RMSNorm also sets the attribute that sequence parallelism needs; Megatron's
-WrappedTorchNorm refuses it. Megatron builds the classes by the specs in `layer_specs.py`.
+Megatron constructs the classes by the specs in `layer_specs.py`, so their constructors take its arguments.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ _aten = torch.ops.aten
 
 
 class RMSNorm(nn.Module):
-    """Compute x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 if the type is shorter."""
+    """Compute x / sqrt(mean(x²) + eps) · weight over the last dimension. 16-bit types are computed in float32."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron sums the gradient of such a weight over tensor-parallel ranks, which hold different tokens.
+        # With True, Megatron sums the weight's gradient over tensor-parallel ranks, which hold different tokens then.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
@@ -40,8 +42,9 @@ class RMSNorm(nn.Module):
 class NormBesideEmbedding(RMSNorm):
     """RMSNorm of a hidden state, behind an embedding: `[..., H]` to `[..., 2H]`, as EAGLE-3's attention reads them.
 
-    Megatron's layer gives its norm the hidden state alone. So `Eagle3Drafter.run` sets `embedded`, `[..., H]`, before
-    every call of the layer, inside the part that is recomputed in the backward pass.
+    Megatron's layer gives its norm the hidden state alone. So `Eagle3Drafter.run` (`drafter.py`) sets `embedded`,
+    `[..., H]`, before every call of the layer. It does so inside the function that is called again for recomputation:
+    by then a later depth has overwritten `embedded`.
     """
 
     embedded: Tensor
@@ -64,6 +67,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=exact)
+        # 1 / sqrt(mean(x²) + eps), `[..., 1]`, in place of the norm
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return torch.mul(x, scale).to(x.dtype).mul_(weight)
@@ -71,7 +75,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        unit = x * scale  # the normalised input, in float32 or float64, as `scale`
+        unit = x * scale  # the normalised input, in the type of `scale`: float32 or float64
         product = unit * grad
         dweight = product.flatten(0, -2).sum(0).to(weight.dtype)
         mean = (product @ weight.to(product.dtype)).div_(x.shape[-1])[..., None]
@@ -102,7 +106,7 @@ class _SwiGLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
-        dgate, dup = dx.chunk(2, -1)
+        dgate, dup = dx.chunk(2, -1)  # views: the two calls below fill `dx`
         _aten.silu_backward.grad_input(grad * up, gate, grad_input=dgate)
         torch.mul(torch.nn.functional.silu(gate), grad, out=dup)
         return dx

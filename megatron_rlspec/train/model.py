@@ -2,7 +2,11 @@
 
 The output head and the losses run outside of it, in chunks over the trained positions (`losses/logprobs.py`,
 `losses/drafter.py`), so the logits of a whole batch are never in memory. The drafter reads the same hidden states,
-detached. There is no MTP inside the model.
+detached. There is no MTP inside the model. `step.py` builds the policy; `cotrainer/drafter.py` uses `Taps`,
+`head_weight` and `embedding_for_drafter` with the model of another trainer.
+
+Shapes: t tokens of this rank under sequence parallelism, T tokens of this context-parallel rank, H hidden size, V
+vocabulary. Megatron's tensors have a batch dimension of 1 in the middle: `[T, 1, H]`.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ def transformer_config(
     heads = hf_config["num_attention_heads"]
     rope = Rope.of(hf_config)
     devices = runtime.device_options()
-    # Transformer Engine's kernel of the rotary embedding knows no factor on cosine and sine.
+    # Transformer Engine's fused kernel of the rotary embedding cannot multiply cosine and sine by a factor.
     if rope.magnitude != 1:
         devices["apply_rope_fusion"] = False
     recompute: dict[str, Any] = {}
@@ -97,8 +101,8 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
-        # Micro-batches are packed, so pipeline stages exchange their lengths. Megatron allows that only with this
-        # dispatcher, even where there is no expert to dispatch to.
+        # Packed micro-batches differ in length, so pipeline stages exchange their lengths. Megatron allows that only
+        # with this dispatcher, even where there is no expert to dispatch to.
         variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
         # Losses are divided by the step's global count already, so neither DDP nor the schedule may scale them.
@@ -108,7 +112,9 @@ def transformer_config(
         **devices,
     )
     if "kv_lora_rank" in hf_config:
-        return MLATransformerConfig(**fields | latent.options(hf_config))  # `latent` replaces some
+        return MLATransformerConfig(
+            **fields | latent.options(hf_config)
+        )  # the latter replace some of `fields`
     yarn = rope.factor if rope.kind == "yarn" else 1.0
     return DecoderConfig(
         **fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn
@@ -118,7 +124,7 @@ def transformer_config(
 def check_model(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigError, naming the key, if this model cannot be trained here in this layout.
 
-    It needs no process group: `run/loading.py` calls it before any model is built.
+    It needs no process group: `run/loading.py` calls it before any model is built. Only the first problem is raised.
     """
     if (
         model.dtype == "float64"
@@ -144,7 +150,7 @@ def check_model(hf_config: Mapping[str, Any], model: ModelConfig, parallel: Para
 
 def rotary_percent(hf_config: Mapping[str, Any]) -> float:
     """Return the share of a head's channels that is rotated, from 0 to 1; by default the family's."""
-    # It stands beside the settings of the rotary embedding, or among them (Transformers 5).
+    # The share stands at the top of config.json, or among the settings of the rotary embedding (Transformers 5).
     stated = hf_config.get("partial_rotary_factor") or settings(hf_config).get(
         "partial_rotary_factor"
     )
@@ -152,15 +158,16 @@ def rotary_percent(hf_config: Mapping[str, Any]) -> float:
 
 
 class Taps:
-    """Capture the inputs of some layers of a model, detached, for an EAGLE-3 drafter: `taps()` after the forward pass.
+    """Capture the inputs of some layers of a model, detached, for an EAGLE-3 drafter. Call it after a forward pass.
 
     layers  counted from 0, over all pipeline stages; the result has their inputs in ascending order
 
     With several stages the inputs travel to the last one beside the hidden states, without a gradient: what a stage
-    passes on is wider than `[t, 1, H]`. A later forward pass overwrites the captured inputs.
+    passes on is wider than `[t, 1, H]`. Megatron's schedule receives by the sender's shape (`variable_seq_lengths`), so
+    a wider tensor arrives whole. A later forward pass overwrites the captured inputs: read them before it.
 
-    Construction changes the model: it adds hooks, and replaces `_postprocess` and `set_input_tensor` of single stages.
-    Megatron's schedule receives by the sender's shape (`variable_seq_lengths`), so a wider tensor arrives whole.
+    Construction changes the model for good, so construct one per model: it adds hooks, and replaces `_postprocess` of
+    stages before the last, and `set_input_tensor` of stages after the first.
     """
 
     def __init__(self, model: GPTModel, layers: Sequence[int]) -> None:
@@ -191,7 +198,8 @@ class Taps:
     def __call__(self) -> Tensor:
         """Return the captured inputs of n layers side by side, `[T, n · H]`, on every tensor-parallel rank.
 
-        On the last pipeline stage, after its forward pass. Collective under sequence parallelism.
+        Call it on the last pipeline stage only, with at least one layer, and after a forward pass. Collective over
+        tensor-parallel ranks under sequence parallelism.
         """
         inputs = torch.cat(self._captured(), -1)[:, 0]
         if self._gathers:  # sequence parallelism splits the tokens
@@ -207,13 +215,13 @@ class Taps:
         """Replace `GPTModel.set_input_tensor` of a stage after the first one."""
         (received,) = input_tensor
         if received is not None:  # Megatron also calls it with None
-            # `_send`: hidden states first. Autograd gives the other columns a gradient of 0.
+            # The layout of `_send`: hidden states first. Autograd gives the other columns a gradient of 0.
             self._earlier = [received[..., self._width :].detach()]
             received = received[..., : self._width].contiguous()
         original(received)
 
     def _captured(self) -> list[Tensor]:
-        """Return the inputs in the order of the layers: earlier stages hold earlier layers."""
+        """Return the captured inputs in the order of the layers; those of earlier stages come first."""
         return [*self._earlier, *(self._inputs[index] for index in sorted(self._inputs))]
 
 
@@ -229,7 +237,8 @@ class Policy(GPTModel):
     def __init__(
         self, config: TransformerConfig, hf_config: Mapping[str, Any], max_length: int
     ) -> None:
-        # Our core attention computes the angles from each token's position; Transformer Engine's takes Megatron's.
+        # Whether Megatron's layers rotate queries and keys. With our core attention they must not, because that rotates
+        # by itself, by each token's position.
         angles = runtime.has_transformer_engine() and not config.multi_latent_attention
         rope = Rope.of(hf_config)
         super().__init__(
@@ -244,7 +253,7 @@ class Policy(GPTModel):
             rotary_base=rope.base,
             rotary_percent=rotary_percent(hf_config),
         )
-        # Our frequencies replace Megatron's: its own scaling has fixed settings, those of Llama 3.1.
+        # Our frequencies replace Megatron's, whose scaling has fixed settings: those of Llama 3.1.
         if angles:
             frequencies = self.rotary_pos_emb.inv_freq
             ours = rope.frequencies(2 * len(frequencies), frequencies.device)
@@ -254,7 +263,7 @@ class Policy(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Replace Megatron's, which computes logits: return the hidden states of all tokens."""
         if self.post_process and self.config.sequence_parallel:
-            # The loss already sums the head's gradient over tensor-parallel ranks, so the backward only splits it.
+            # `losses/logprobs.py` already sums the gradient over tensor-parallel ranks, so the backward only splits it.
             return gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False
             )
@@ -266,7 +275,7 @@ class Policy(GPTModel):
 
 
 def head_weight(model: GPTModel) -> Tensor:
-    """Return the output head `[V / tensor, H]`: the parameter, or the embedding's if they are tied. Last stage only."""
+    """Return the output head `[V / tensor, H]`, the parameter itself; if tied, the embedding's. Last stage only."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
@@ -309,9 +318,12 @@ def taps_of(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def eagle3_identity(hf_config: Mapping[str, Any], vocabulary: Tensor) -> str:
-    """Return in what a resumed EAGLE-3 drafter must equal the saved one; `vocabulary`: its draft ids, `[S] int64`.
+    """Return a text that names the tapped layers and the draft vocabulary of an EAGLE-3 drafter.
 
-    The text is part of `layout.json` in checkpoints: if it changes, older checkpoints cannot be resumed.
+    vocabulary  its draft ids, `[S] int64`, on the CPU; their order counts
+
+    The text is part of `layout.json` in checkpoints, and a run with another text does not resume from them. So a change
+    of its format makes older checkpoints unreadable. `conversion/convert.py` looks for the same checksum in it.
     """
     checksum = zlib.crc32(vocabulary.numpy().tobytes())
     return f"EAGLE-3 of the layers {list(taps_of(hf_config))} and the words {checksum:08x}"
@@ -335,7 +347,7 @@ def at_positions(
     packed: PackedSequences, positions: Tensor, config: TransformerConfig, rope: Rope
 ) -> PackedSequences:
     """Return the same sequences with rotary angles for `positions [T]`: the tokens' own, or a drafter depth's."""
-    # The channels of a head that are rotated. A configuration of slime has no `rotary_percent`.
+    # The number of channels of a head that are rotated. slime's configuration has no `rotary_percent`: there all are.
     if config.multi_latent_attention:
         dims = config.qk_pos_emb_head_dim
     else:

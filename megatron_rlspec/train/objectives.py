@@ -3,7 +3,8 @@
 An objective turns the hidden states of one micro-batch into a loss, on the last pipeline stage. It returns the loss,
 already divided by the step's global count, and sums for the records. `reduce_sums` adds these sums, with those of the
 drafter (`drafter_step.py`), and `means` turns them into metrics of the same names, which `records/metric_names.toml`
-lists.
+lists. `Trainer.train_step` (`step.py`) calls these functions in this order. The formula of GRPO's loss is in
+`losses/grpo.py`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megatron_rlspec.losses.logprobs import Observer, policy_logprobs
 from megatron_rlspec.packing.transfer import to_device
 from megatron_rlspec.types import PackedBatch
 
-# Of one micro-batch on one rank, detached, by the names of the metrics. All ranks and micro-batches have the same names
-# in the same order, because `sum_over_replicas` adds them without names.
+# The sums of one micro-batch on one rank, detached, by the names of the metrics. All ranks and micro-batches must have
+# the same names in the same order, because `sum_over_replicas` adds values by their place, not by name.
 Sums = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The policy's output layer, `weight [V / tensor, H]`, and the temperature at which its logits are read."""
+    """The policy's output layer, `weight [V / tensor, H]`, and the temperature, above 0, that divides its logits."""
 
     weight: Tensor
     temperature: float
@@ -46,7 +47,11 @@ class OutputLayer:
     ) -> tuple[Tensor, Tensor]:
         """Return the log-probability of every trained label and the entropy, `[T]`; 0 where nothing is trained.
 
-        The entropy is 0 without `with_entropy`, which costs time. `hidden [T, H]`: after the policy's final norm.
+        Collective over tensor-parallel ranks.
+
+        hidden        `[T, H]`, after the policy's final norm
+        with_entropy  False: the entropy is 0, which saves time
+        observe       is called with each chunk of logits, as `Student.observe` takes it (`losses/drafter.py`)
         """
         return policy_logprobs(
             hidden,
@@ -67,7 +72,7 @@ def sft(
     algorithm: AlgorithmConfig,
     observe: Observer | None,
 ) -> tuple[Tensor, Sums]:
-    """Return the cross-entropy of the trained tokens, and its sums. `algorithm` is for GRPO only."""
+    """Return the cross-entropy of the trained tokens, and its sums. `algorithm` is not read; `grpo` needs it."""
     logprobs, _ = layer.logprobs(batch, hidden, observe=observe)
     weight = to_device(batch.loss_mask * batch.policy_weight, hidden.device)
     loss = -(logprobs * weight).sum() / batch.counts["policy"]
@@ -111,13 +116,16 @@ def grpo(
 
 
 OBJECTIVES = {"sft": sft, "grpo": grpo}  # by the argument `objective` of `Trainer.train_step`
-# Sums of the drafter with an entry a depth: the metrics of `losses/drafter.Student`. `means` divides them by the
-# drafter's tokens, and all others by the policy's.
+# Sums of the drafter that have one entry per depth: the metrics of `losses/drafter.Student`. `means` divides them by
+# the drafter's tokens, and all other sums by the policy's.
 PER_DEPTH = {
     f"drafter/{name}"
     for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")
 }
-LOSSES = {"policy/loss", "drafter/objective"}  # already divided by the count of their update
+LOSSES = {
+    "policy/loss",
+    "drafter/objective",
+}  # already divided by the count of their update, so not by `means`
 
 
 def means(totals: dict[str, list[float]]) -> dict[str, float]:
@@ -132,7 +140,7 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
         if name in LOSSES or name == "policy/tokens":
             counts = [1.0]
         elif name == "drafter/ce" and "drafter/covered" in totals:
-            # Labels in the draft vocabulary. The others have no cross-entropy.
+            # Only labels in the draft vocabulary have a cross-entropy; "covered" is their number.
             counts = totals["drafter/covered"]
         elif name in PER_DEPTH:
             counts = totals["drafter/tokens"]
@@ -140,6 +148,7 @@ def means(totals: dict[str, list[float]]) -> dict[str, float]:
             counts = totals["policy/tokens"]
         for depth, (value, count) in enumerate(zip(values, counts, strict=True), 1):
             key = f"{name}_{depth}" if name in PER_DEPTH else name
+            # max: without a trained token, sum and count are 0, and so is the mean
             metrics[key] = value if name == "drafter/tokens" else value / max(count, 1.0)
     return metrics
 
@@ -159,9 +168,9 @@ def with_logprobs(
 
 
 def total_of(updates: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Add the sums of several updates, at least one. Losses become means: each is divided by its own update's count.
+    """Add the sums of several updates, at least one, entry by entry. All updates must have the same names.
 
-    All updates have the same names. The depths of a sum stay apart.
+    LOSSES are averaged instead: each is a quotient already, by its own update's count.
     """
     totals: dict[str, list[float]] = {}
     for name in updates[0]:
@@ -192,7 +201,7 @@ def sum_over_replicas(sums: list[Sums]) -> dict[str, list[float]]:
 
 def reduce_sums(sums: list[Sums]) -> dict[str, list[float]]:
     """Return the last pipeline stage's `sum_over_replicas` on all ranks. Collective; `sums` is [] on other stages."""
-    # A list of one object, as `broadcast_object_list` fills it in place.
+    # A list of one object, because `broadcast_object_list` overwrites the elements of a list.
     box = [sum_over_replicas(sums) if ps.is_pipeline_last_stage() else {}]
     if ps.get_pipeline_model_parallel_world_size() > 1:
         group = ps.get_pipeline_model_parallel_group()

@@ -1,5 +1,7 @@
 """Megatron's DDP and optimizers, one pair for the policy and one for the drafter, with no tensor in common.
 
+`step.py` makes the policy's `Learner`, `drafter_step.py` the drafter's. `checkpoint.py` saves and loads both.
+
 One optimizer for both would clip both by one norm and skip both after one overflow. One gradient buffer for both would
 split the all-reduce differently and round the policy's gradient differently on three ranks or more.
 
@@ -42,7 +44,7 @@ class Part:
     """A share of a module's parameters, all split over the same ranks, with Megatron's optimizer for them.
 
     experts    True: the experts, which are split over expert-parallel ranks; False: all other parameters
-    optimizer  Megatron's; it has no parameters on a pipeline stage without experts
+    optimizer  Megatron's `MegatronOptimizer` of these parameters; the experts' has none on a stage without experts
     replicas   the ranks that hold the same shard; `checkpoint.py` names files by the rank in this group
     """
 
@@ -52,7 +54,7 @@ class Part:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Return the inner optimizer's parameter groups."""
+        """Return the parameter groups, those of `_parameter_groups` in their order; [] without parameters."""
         return self.optimizer.param_groups
 
     def holds(self, parameter: Tensor) -> bool:
@@ -64,8 +66,9 @@ class Learner:
     """A module with its own gradient buffers and its own AdamW. One-dimensional parameters have no weight decay.
 
     One step: `zero_grad`, backward passes through `ddp`, then `finalize` once, which sums gradients over ranks, and
-    `step` once. Construction, `finalize` and `step` are collective over the ranks that hold a part of the module;
-    construct a Learner on exactly these.
+    `step` once. Megatron's schedule calls the policy's `finalize`, and `DrafterStep.update` the drafter's.
+    Construction, `finalize` and `step` are collective over the ranks that hold a part of the module; construct a
+    Learner on exactly these.
 
     pipelined  True: the module is split over pipeline stages (the policy). False: it is whole on this one (the drafter)
     overlap    sum gradients over replicas while the last micro-batch's backward still computes. The schedule must run
@@ -132,9 +135,11 @@ class Learner:
         That function communicates over all ranks, and only those of the last pipeline stage have a drafter. So this
         calls the private function behind it, with groups of the ranks that have the module.
         """
-        # replicas: ranks over which gradients are summed. shards: ranks over which squared norms are summed (`stage`:
-        # of this pipeline stage, `all_stages`: of all). instance: the same for a distributed optimizer, whose state is
-        # split over replicas, too.
+        # replicas  the ranks over which gradients are summed
+        # shards    the ranks over which squared norms are summed: `stage` has those of this pipeline stage, and
+        #           `all_stages` those of all
+        # instance  takes the place of `shards` with a distributed optimizer, whose state is split over replicas, too
+        # "partial" groups are what `get_megatron_optimizer` takes. Here they are whole: there is one instance.
         if experts:
             replicas = ps.get_expert_data_parallel_group(partial_expert_data_parallel=True)
             replicas_gloo = ps.get_expert_data_parallel_group_gloo(
@@ -159,7 +164,7 @@ class Learner:
             instance = ps.get_tensor_and_data_parallel_group(with_context_parallel=True)
         groups = _parameter_groups(self.ddp, config, experts=experts)
         with warnings.catch_warnings():
-            # Megatron warns of a stage without experts, which is no mistake.
+            # Megatron warns of a stage without experts. Such a stage is no mistake.
             warnings.filterwarnings("ignore", message=".*there is no optimizer on RANK")
             optimizer = _get_megatron_optimizer_based_on_param_groups(
                 config=config,
@@ -179,9 +184,9 @@ class Learner:
     def release_memory(self) -> None:
         """Free the gradient buffers and, with `optimizer.offload`, move Adam's state and float32 weights to the host.
 
-        The next `zero_grad` takes all of it back; no backward pass may run before it.
+        The next `zero_grad` takes all of it back; no backward pass may run before it. Safe to repeat.
         """
-        # The storage, not the tensor: gradients of parameters and buckets are views that must stay valid.
+        # Only the storage is emptied. The tensor stays, because gradients of parameters and buckets are views of it.
         for gradients in self._gradients():
             gradients.untyped_storage().resize_(0)
         if self.adam.offload and not self._offloaded:
@@ -196,7 +201,7 @@ class Learner:
         for gradients in self._gradients():
             storage = gradients.untyped_storage()
             if storage.nbytes() == 0:
-                # Its values are undefined until `zero_grad_buffer` below.
+                # The values are undefined until `zero_grad_buffer` below.
                 storage.resize_(gradients.nbytes)
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -209,8 +214,8 @@ class Learner:
     def finalize(self, *_: Any, **__: Any) -> None:
         """Sum gradients over replicas, then over ranks that share norms (sequence parallel) or tied embeddings.
 
-        Megatron's schedule calls it with the model and its count of tokens. Both are ignored: losses are divided by the
-        step's count already.
+        Call it once, after the last backward pass. Megatron's schedule calls it with the model and a count of tokens.
+        Both are ignored: losses are divided by the step's count already.
         """
         if self.pipelined:
             finalize_model_grads([self.ddp])
@@ -222,8 +227,10 @@ class Learner:
         """Clip and update; return (gradient norm before clipping, updated?). No update if the norm is not finite.
 
         allowed  False: no update. It must be equal on all ranks
+
+        Weights are changed in place. After no update the gradients are still those of this step, until `zero_grad`.
         """
-        # The norm is collective, so every rank computes it, also without an update.
+        # The norm is collective, so every rank computes it, also where `allowed` is False.
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         if not (allowed and math.isfinite(norm)):
@@ -232,7 +239,8 @@ class Learner:
             for part in self.parts:
                 parameters = part.optimizer.get_parameters()
                 clip_grad_by_total_norm_fp32(parameters, self.adam.clip_grad, norm)
-        # Before `rate`, which is then above 0 in the first update of a warm-up. A skipped update does not count.
+        # Counted before `rate` is called, so that the first update of a warm-up has a rate above 0. A skipped update
+        # does not count.
         self.steps += 1
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate()
@@ -248,7 +256,7 @@ class Learner:
             warmup = min(1.0, self.steps / adam.warmup_steps)
         decay = 1.0
         if adam.decay_steps:
-            # A policy that is not trained has 0 updates: then the drafter decays by its own.
+            # A policy that is not trained has 0 updates. Then the drafter's rate decays by its own updates.
             paced_steps = self._pace.steps or self.steps
             decay = max(0.1, 1 - 0.9 * paced_steps / adam.decay_steps)
         return adam.lr * min(warmup, decay)
@@ -264,8 +272,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Make Megatron's parameter groups: matrices, then parameters without weight decay; [] without parameters.
 
-    `step` reads "wd_mult" and sets "lr"; the other keys are those that Megatron's optimizer expects. The order of the
-    groups is part of a checkpoint (`checkpoint._named_tensors`).
+    `step` reads "wd_mult", and sets "lr" and "weight_decay"; the other keys are those that Megatron's optimizer
+    expects. The order of groups and parameters is part of a checkpoint (`checkpoint._named_tensors`): do not change it.
     """
     common = {
         "lr_mult": 1.0,

@@ -1,7 +1,8 @@
 """The weights that the policy is compared with: for the KL penalty, and to measure how far the policy has moved.
 
 There is one model on the device. The reference's weights lie on the CPU, and change places with the policy's while the
-reference computes.
+reference computes. `Trainer.keep_reference` (`step.py`) makes a `Reference`; `run/session.py` calls its methods
+before and after optimizer steps, never within one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ DRIFT_TOKENS = 512
 
 
 class Reference:
-    """A copy of a `Trainer`'s policy on the CPU, made at construction. Every method is collective."""
+    """A copy of a `Trainer`'s policy on the CPU, made at construction. Every rank must call every method.
+
+    Do not call a method while a training step runs: the policy's weights are others meanwhile.
+    """
 
     def __init__(self, trainer: Any) -> None:  # a Trainer; `step.py` imports this module
         self._trainer = trainer
@@ -54,7 +58,7 @@ class Reference:
         """Exchange the values of policy and reference. A second call restores both."""
         for tensor, copy in self._copies:
             present = tensor.detach().to("cpu", copy=True)
-            # In place: Megatron's buffers and views of the parameter must stay.
+            # The values change in place, because Megatron's buffers and views refer to this tensor.
             tensor.data.copy_(copy)
             copy.copy_(present)
 
@@ -65,7 +69,7 @@ class Reference:
             return self._trainer.logprobs(batches)
 
     def with_logprobs(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """Return the batches with the log-probs of the reference, which the KL penalty reads."""
+        """Return copies of the batches with `reference_logprobs` filled in, which the KL penalty reads."""
         return with_logprobs(batches, "reference_logprobs", self.logprobs(batches))
 
     @torch.no_grad()
@@ -75,16 +79,19 @@ class Reference:
         drift/kl       mean KL(policy ‖ reference) of the next token, in nats, at the rollouts' temperature
         drift/changed  share of tokens whose likeliest token differs
 
-        The sample is at most `DRIFT_TOKENS` tokens of each micro-batch, evenly spaced. `batches`: at least one, and as
-        many on all ranks of a pipeline. The policy stays in eval mode; `Trainer.train_step` sets train mode.
+        The sample is at most `DRIFT_TOKENS` tokens of each micro-batch, evenly spaced; both metrics are 0 without a
+        trained token. `batches`: at least one, and as many on all ranks. The policy stays in eval mode;
+        `Trainer.train_step` sets train mode.
         """
         self._trainer.policy.eval()
         with self._as_policy():
             of_reference = self._trainer.run_forward(batches, self._report_distribution)
-        # The schedule runs micro-batches in the same order again, so each takes the next array.
+        # The schedule runs the micro-batches in the same order again, so each takes the next array of the reference.
         report = partial(self._report_drift, iter(of_reference))
         totals = reduce_sums(self._trainer.run_forward(batches, report))
-        (tokens,) = totals.pop("drift/tokens")  # popped, so that the others are divided by it
+        (tokens,) = totals.pop(
+            "drift/tokens"
+        )  # the number of sampled tokens is no metric; it divides the other sums
         return {name: values[0] / max(tokens, 1.0) for name, values in totals.items()}
 
     def _report_distribution(
@@ -102,7 +109,7 @@ class Reference:
     ) -> Sums:
         head, logp = self._distribution(batch, hidden)  # p: the policy
         logq = next(reference)  # q: the reference
-        # Of this rank's part of the vocabulary; `head.sum` below adds the other ranks' parts.
+        # The sum over this rank's part of the vocabulary; `head.sum` below adds the other tensor-parallel ranks' parts.
         divergence = (logp.exp() * (logp - logq)).sum(-1)
         changed = head.argmax(logp) != head.argmax(logq)
         return {

@@ -1,4 +1,8 @@
-"""The process of a rank: its device, Megatron's groups, random streams, and options that depend on the machine."""
+"""The process of a rank: its device, Megatron's groups, random streams, and options that depend on the machine.
+
+`Trainer` (`step.py`) calls `init_distributed` first. `commands/training.py` calls `leave` last. Messages between ranks
+over gloo are in `host/ranks.py`; the layout of ranks is an option (`config`), and nothing here chooses it.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +36,8 @@ def be_deterministic() -> None:
     """Let kernels add in one order, for the rest of the process.
 
     Call it before the first product on a GPU, when cuBLAS reads its variable, and before layers are built, when
-    Transformer Engine's attention reads its own. Later, torch raises RuntimeError in an operation that has no such
-    kernel. `warn_only` is not an option: torch's flash attention would then stay as it is.
+    Transformer Engine's attention reads its own. From then on torch raises RuntimeError in an operation that has no
+    deterministic kernel. With `warn_only` torch would not raise, but its flash attention would stay nondeterministic.
     """
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     torch.use_deterministic_algorithms(True)
@@ -67,7 +71,8 @@ def set_launch_env() -> None:
 def init_distributed(parallel: ParallelConfig, seed: int = 1) -> None:
     """Join the job, make Megatron's groups if there are none yet, and seed its random streams. Collective.
 
-    A second call keeps the groups, whatever `parallel` says, and only seeds again.
+    A second call keeps the groups, whatever `parallel` says, and only seeds again. On a GPU each rank takes the device
+    with the number LOCAL_RANK.
     """
     without_cuda.install()  # first: on a machine without a GPU, all else needs its replacements
     if not parallel_state.model_parallel_is_initialized():
@@ -104,7 +109,8 @@ def shut_down() -> None:
 def leave() -> None:
     """Destroy the process groups at the end of a command, also after an error. Otherwise NCCL prints a warning.
 
-    After an error the other ranks may not come. So this waits LEAVING_SECONDS at most.
+    Destroying waits for the other ranks, and after an error these may not come. So a thread does it, and this function
+    waits LEAVING_SECONDS at most. No error is raised. Use no collective afterwards.
     """
 
     def act() -> None:
@@ -115,7 +121,8 @@ def leave() -> None:
         with contextlib.suppress(Exception):
             shut_down()
 
-    leaving = threading.Thread(target=act, daemon=True)  # a daemon does not keep the process alive
+    # A daemon: after LEAVING_SECONDS the process can end although the thread still waits.
+    leaving = threading.Thread(target=act, daemon=True)
     leaving.start()
     leaving.join(LEAVING_SECONDS)
 
@@ -139,11 +146,13 @@ def device_options() -> dict[str, Any]:
     return {
         "use_cpu_initialization": not gpu,
         "bias_activation_fusion": has_transformer_engine(),
-        # Named after Transformer Engine, but it means: the activation is given in the layer spec (`layer_specs.py`).
+        # Megatron names this field after Transformer Engine. True means: the activation is the one in the layer spec
+        # (`layer_specs.py`).
         "use_te_activation_func": not has_transformer_engine(),
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": False,
-        # Megatron's own output layer refuses the option without Apex's kernel, though only other layers would use it.
+        # The option is for Transformer Engine's layers. But Megatron's own output layer refuses it without Apex's
+        # kernel.
         "gradient_accumulation_fusion": has_transformer_engine()
         and layers._grad_accum_fusion_available,
         "apply_rope_fusion": has_transformer_engine(),
@@ -155,11 +164,11 @@ def device_options() -> dict[str, Any]:
 def own_random_stream(seed: int) -> Iterator[None]:
     """Seed every generator inside the `with` block, and restore all of them after it. Call it after `init_distributed`.
 
-    So the policy draws the same random numbers with and without a drafter.
+    `drafter.py` builds drafters in it, so that the policy draws the same random numbers with and without a drafter.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = dict(tracker.get_states())
-    seeds = set(tracker.seeds_)  # beside the states: Megatron refuses a seed that it has seen
+    seeds = set(tracker.seeds_)  # restored, too: Megatron's tracker refuses a seed that it has seen
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

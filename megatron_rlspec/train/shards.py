@@ -1,5 +1,8 @@
 """Load full Hugging Face tensors into this job's shards, and gather the shards to full tensors.
 
+`Trainer.load_hf` and `Trainer.export` (`step.py`), `cotrainer/` and the integration with slime call it. No file is read
+or written here.
+
 The names of tensors, and how each is cut over tensor-parallel ranks, are in the name table (`models/names.py`). This
 module knows which rank holds which layers and experts. `export` and `gather_tensors` are collective over Megatron's
 process groups; the other functions only ask these groups for this rank's place.
@@ -47,7 +50,7 @@ def global_name(name: str, config: TransformerConfig) -> str:
 
 
 def global_names(module: nn.Module, config: TransformerConfig) -> dict[str, Tensor]:
-    """Return this rank's parameters and router biases by `global_name`."""
+    """Return this rank's parameters and router biases by `global_name`: the tensors themselves, not copies."""
     tensors = dict(module.named_parameters()) | experts.biases(module)
     return {global_name(name, config): tensor for name, tensor in tensors.items()}
 
@@ -64,8 +67,8 @@ def load(
     config   Megatron's, of the policy, also for a drafter's module
     tensors  full ones, under Hugging Face names
 
-    Raises CheckpointError where `tensors` lacks one (before it copies any), or has it in another shape. Optimizers do
-    not follow: call their `reload_model_params`.
+    Raises CheckpointError if `tensors` lacks a tensor, before any is copied; or at the first one of another shape, when
+    earlier ones are copied already. Optimizers keep their old float32 copies: call their `reload_model_params`.
     """
     parameters: dict[str, Tensor] = {}
     for module in modules:
@@ -103,14 +106,19 @@ def export(
     scope: Scope = "all",
     live: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors under Hugging Face names, on rank 0; the others yield nothing.
+    """Yield full tensors under Hugging Face names, on rank 0; other ranks yield nothing.
 
-    They are copies on the CPU; if `live`, they are on this rank's device and may be parameters: read them before the
-    next step. It communicates, so every rank must call it with the same `scope`, and exhaust it. `drafter` is None on
-    all but the last pipeline stage.
+    The iterator communicates: every rank must call this with the same `scope`, and exhaust the iterator. No weight may
+    change meanwhile.
+
+    drafter  None on all but the last pipeline stage
+    config   Megatron's, of the policy
+    scope    "target" is the policy only, "drafter" the drafter only
+    live     yield tensors on this rank's device that may be parameters: read them before the next step. False: copies
+             on the CPU
     """
-    # One replica of the experts takes part: without expert parallelism, one replica of everything. Whole process groups
-    # stay out, so nobody waits for them. Rank 0 is in the replica that takes part.
+    # One replica of the experts takes part; without expert parallelism that is one replica of everything. The other
+    # ranks form whole process groups, so no collective below waits for them. Rank 0 is in the replica that takes part.
     if ps.get_expert_data_parallel_rank() != 0:
         return
     stages = ps.get_pipeline_model_parallel_world_size()
@@ -136,8 +144,9 @@ def gather_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors under Hugging Face names on `device`, on every rank. Collective over each replica's ranks.
 
-    `shards`: by canonical name, on any device, of a module that the last pipeline stage has; on the others empty. It
-    communicates, so every rank must exhaust it.
+    The iterator communicates, so every rank must exhaust it.
+
+    shards  this rank's, by `global_name`, on any device, of a module of the last pipeline stage; empty on other stages
     """
     last = ps.get_pipeline_model_parallel_world_size() - 1
     for name, parts in _gathered(shards, last, config, device):
@@ -148,7 +157,9 @@ def gather_tensors(
 def _gathered(
     shards: Mapping[str, Tensor], stage: int, config: TransformerConfig, device: torch.device
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the shards of all tensor-parallel ranks, on every rank, of each tensor of a pipeline stage; collective.
+    """Yield (global name, shards of all tensor-parallel ranks in rank order) of each tensor of a stage, on every rank.
+
+    Collective over the pipeline's, tensor- and expert-parallel ranks.
 
     shards  this rank's, by global name, if it is one of the stage; else empty
 
@@ -169,7 +180,8 @@ def _gathered(
             shard = torch.empty(shape, dtype=dtype, device=device)
         if pipeline.size() > 1:
             dist.broadcast(shard, src=source, group=pipeline)
-        # An expert's group has the expert-parallel ranks, too, each with its tensor-parallel ranks side by side.
+        # The group that gathers an expert has the expert-parallel ranks, too. In its order, the tensor-parallel ranks
+        # of one expert-parallel rank are neighbours: hence the slices below.
         names = _names_on_all_ranks(name, config)
         group = ps.get_tensor_model_parallel_group()
         if len(names) > 1:

@@ -1,10 +1,10 @@
 """The pipeline stages of a job of any size, built in one process, and the memory of their ranks.
 
-The trainer is that of a real run, on torch's meta device, with torch's fake process group in place of the other ranks.
-So no weights are read, and no tensor has values. `dry_run.py` prints the result.
+The trainer (`step.Trainer`) is that of a real run, on torch's meta device, with torch's fake process group in place of
+the other ranks. So no weights are read, and no tensor has values. `dry_run.py` calls `build` and prints the result.
 
-The memory is that of weights, gradients and optimizer state, counted, and of activations, estimated
-(`memory_estimate.py`). Workspaces of kernels and fragmentation come on top.
+Parameters are counted here. `memory_estimate.py` computes the memory of weights, gradients and optimizer state from
+the numbers of parameters, and estimates activations. Workspaces of kernels and fragmentation come on top.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Stage:
-    """One rank of a pipeline stage.
+    """One pipeline stage: the numbers of its first rank, which are those of every rank of the stage, and of all ranks.
 
     layers              of the policy, counted from 0 over all stages
-    policy_of_rank      number of the policy's parameters on this rank
+    policy_of_rank      number of the policy's parameters on one rank
     drafter_of_rank     number of the drafter's; 0 on all stages but the last
     policy_of_stage     number of the policy's parameters on all ranks of the stage, each one once
     drafter_of_stage    number of the drafter's, counted in the same way
-    memory              bytes on this rank
+    memory              bytes on one rank
     """
 
     layers: range
@@ -53,7 +53,10 @@ class Stage:
 
 
 def build(config: Config, hf_config: Mapping[str, Any], world: int) -> list[Stage]:
-    """Build every stage of a job of `world` ranks. Raises ConfigError if this layout or model cannot be trained."""
+    """Build every stage of a job of `world` ranks, the first one first.
+
+    The process must be as `_fake_rank` says. Raises ConfigError if this layout or model cannot be trained.
+    """
     return [_stage(config, hf_config, world, stage) for stage in range(config.parallel.pipeline)]
 
 
@@ -77,10 +80,11 @@ def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
             drafter = _count(trainer.name_table, trainer.drafter, trainer.model_config)
         policy_of_stage = _count_once(policy, parallel)
         copied = 0  # bytes of weights that are no parameters
-        if stage and last:  # with several stages: see `train.model.embedding_for_drafter`
+        # With several stages the last one can have a copy of the embedding (`train.model.embedding_for_drafter`).
+        if stage and last:
             head = trainer.policy.head_weight()
             if trainer.policy.share_embeddings_and_output_weights:
-                # The embedding's copy on this stage. The first stage has counted it.
+                # A tied embedding: its copy on this stage is a parameter, but the first stage has counted it.
                 policy_of_stage -= parallel.tensor * head.numel()
             elif trainer.drafter is not None:
                 copied = head.nbytes  # the drafter's copy of the embedding
@@ -99,7 +103,7 @@ def _stage(config: Config, hf_config: Mapping[str, Any], world: int, stage: int)
 
 
 def _count(table: NameTable, module: nn.Module, config: Any) -> Counter[str]:
-    """Count the parameters of a module on this rank, by how they are spread.
+    """Count the parameters of a module on this rank, by how they are spread over ranks.
 
     cut      over tensor-parallel ranks
     whole    on every tensor-parallel rank
@@ -108,7 +112,7 @@ def _count(table: NameTable, module: nn.Module, config: Any) -> Counter[str]:
     sizes = Counter[str]()
     for own_name, parameter in module.named_parameters():
         name = shards.global_name(own_name, config)
-        if ".local_experts." in name:
+        if ".local_experts." in name:  # as in the canonical names of `models/names.py`
             kind = "experts"
         elif table.row(name).cut.dim is not None:
             kind = "cut"
@@ -138,14 +142,14 @@ def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
     The process must have no other process group, and CUDA_VISIBLE_DEVICES must have been empty when it imported torch.
     """
     parallel = config.parallel
-    # Of the real machine, with layers that create their weights on the (fake) GPU and do not fill them.
+    # The options of the real machine, but layers create their weights on the (fake) GPU and do not fill them.
     options = runtime.device_options()
     options |= {"use_cpu_initialization": False, "perform_initialization": False}
     replaced = [
         (runtime, "device", lambda: _META),
         (runtime, "device_options", options.copy),  # the caller changes what it gets
         (Learner, "__init__", _init_without_optimizer),
-        # Megatron's layers put their weights there.
+        # Megatron's layers create their weights on this device.
         (torch.cuda, "current_device", lambda: _META),
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -161,7 +165,7 @@ def _fake_rank(config: Config, world: int, rank: int) -> Iterator[None]:
         with ExitStack() as stack:
             for owner, name, value in replaced:
                 stack.enter_context(mock.patch.object(owner, name, value))
-            stack.enter_context(_META)  # for tensors that are built without a device
+            stack.enter_context(_META)  # the default device of tensors that are built without one
             yield
     finally:
         runtime.shut_down()

@@ -5,6 +5,9 @@ backward, on the detached hidden states of the same micro-batch.
 
 Every loss is a sum divided by the step's global count, known before the first backward (`PackedBatch.counts`). So
 the split into micro-batches, packings and ranks changes a gradient by rounding only.
+
+`run/loading.py` builds the `Trainer`. `updates.py` calls `train_step` for each mini-batch of a rollout. Packing
+(`packing/pack.py`), rollouts and pushes to engines are elsewhere; a push reads `Trainer.export`.
 """
 
 from __future__ import annotations
@@ -66,11 +69,11 @@ class Trainer:
     learner        the policy's gradient buffers and optimizer
     drafter        None on all pipeline stages but the last, and without `drafter.train`; so are `drafter_step` and
                    `drafter_learner`
-    prediction     of the next rollout's acceptance, by the last step, the same on every rank; None if that step was not
-                   GRPO or trained no drafter, and if the drafter's loss was not finite
+    prediction     predicted acceptance of the next rollout, computed in the last step, the same on every rank; None if
+                   that step was not GRPO or trained no drafter, and if the drafter's loss was not finite
     totals         sums of the newest step over all ranks, for `objectives.means`; read by `train/updates.py`
-    sharpness      of coupled drafts (`types.SHARPNESS`), by the newest prediction that has one; None before it
-    temperature    at which policy and drafter are trained
+    sharpness      of coupled drafts (one of `types.SHARPNESS`), from the newest prediction that has one; None before
+    temperature    divides the logits in training and in log-probs; 1 in its place where SFT trains the policy
     reference      the policy as it was at `keep_reference`; None before
     embedding      what the drafter reads, `[V / tensor, H]`, detached; see `embedding_for_drafter`
     """
@@ -109,8 +112,8 @@ class Trainer:
             self.drafter_step = DrafterStep(
                 self.drafter, config.drafter, config.optimizer, self._objective, pace=self.learner
             )
-        # Only after the models are built. Megatron's layers with experts can make a deep copy of this configuration.
-        # With these methods in it, the copy would contain the learner and its model.
+        # Set these two methods only after the models are built. Megatron's layers with experts can make a deep copy of
+        # this configuration while they are built. With the methods in it, the copy would contain learner and model.
         self.model_config.finalize_model_grads_func = self.learner.finalize
         self.model_config.no_sync_func = self.learner.ddp.no_sync if overlap else None
         self.prediction: Prediction | None = None
@@ -131,14 +134,16 @@ class Trainer:
 
         `fresh_drafter` leaves the drafter and its optimizer as they are; its tensors may be missing.
 
-        Raises CheckpointError if one is missing or has another shape, but only on the ranks that hold a shard of it.
+        Adam's moments and the counts of updates stay as they are. Raises CheckpointError if a tensor is missing or has
+        another shape, but only on the ranks that hold a shard of it.
         """
         learners = self.learners()
         if fresh_drafter:
             learners.pop("drafter", None)
         modules = [learner.ddp.module for learner in learners.values()]
         shards.load(self.name_table, modules, self.model_config, tensors)
-        # Copies the weights to the optimizer's float32 copies; the next update would else write the old weights back.
+        # Copies the weights to the optimizer's float32 copies. Without this, the next update would begin from the old
+        # copies, and overwrite what was loaded.
         for learner in learners.values():
             learner.optimizer.reload_model_params()
         self.refresh_embedding()
@@ -146,7 +151,9 @@ class Trainer:
     def export(self, scope: Scope = "all", live: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too.
 
-        `live`: without copies, for a reader that is done before the next step.
+        scope  "target" is the policy only, "drafter" the drafter only; equal on all ranks
+        live   the tensors may be the parameters themselves, on the device: read them before the next step. False:
+               copies on the CPU
         """
         return shards.export(
             self.name_table, self.policy, self.drafter, self.model_config, scope, live
@@ -154,14 +161,15 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Write all that a later `load` needs to continue bit for bit, whole or not at all. Raises `SaveError`."""
-        # `load` compares the keys of `_layout` only, so the sharpness may differ.
+        # `load` compares only the keys of `_layout`. The sharpness is none of them, so it may differ from this run's.
         state = _layout(self) | {"sharpness": self.sharpness}
         checkpoint.save(directory, self.learners(), state)
 
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Raises CheckpointError if the layout differs.
 
-        Call `set_draft_vocabulary` first: otherwise the draft vocabulary of an EAGLE-3 drafter is not compared.
+        Call `set_draft_vocabulary` first: otherwise the draft vocabulary of an EAGLE-3 drafter is not compared. After
+        an error this trainer must not be used: some tensors may be loaded.
         """
         checkpoint.load(directory, self.learners(), _layout(self))
         self.sharpness = read_object(directory / checkpoint.LAYOUT)["sharpness"]
@@ -200,22 +208,24 @@ class Trainer:
         losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run_schedule(batches, losses, forward_only=not train_policy)
         predicted_steps = self._objective.predicted_steps
-        # Before `reduce_sums`, which needs equal shapes in all micro-batches. A table has a row for each position.
+        # Before `reduce_sums`, which needs equal shapes in all micro-batches: the table that `DrafterStep.learn` leaves
+        # in the sums has a row for each position, so its shape differs.
         follow_rounds(sums, predicted_steps)
         self.totals = reduce_sums(sums)
-        # Before `means`, which cannot average the sums of the prediction.
+        # Before `means`, which cannot average the sums of the prediction: this removes them from `totals`.
         self.learn_prediction(pop_prediction(self.totals, predicted_steps))
         metrics = means(self.totals)
         if train_policy:
-            # These metrics are reduced over all ranks, so all ranks update or none does. SFT has no gap; a NaN is
-            # not `<=`, so it skips the update, too.
+            # These metrics are reduced over all ranks, so all ranks update or none does. SFT has no gap, so 0. A gap of
+            # NaN compares as False, so it skips the update, too.
             gap_allowed = metrics.get("policy/train_rollout_logprob_abs_diff", 0.0) <= logprob_gap
             finite = math.isfinite(metrics["policy/loss"])
             norm, updated = self.learner.step(allowed=gap_allowed and finite)
             metrics["policy/grad_norm"] = norm
             metrics["policy/skipped"] = float(not updated)
             metrics["policy/lr"] = self.learner.rate()
-        # By the options, not by `self.drafter`: the stages without a drafter receive its metrics here.
+        # The condition reads the options, not `self.drafter`: stages without a drafter must join the broadcast that
+        # gives them its metrics.
         if self.config.drafter.train and train_drafter:
             metrics |= self._update_drafter()
         if train_policy:
@@ -225,7 +235,8 @@ class Trainer:
     def set_draft_vocabulary(self, draft_ids: np.ndarray) -> None:
         """Train the drafter on the draft vocabulary `[S] int64` in later steps: the ids that engines draft from.
 
-        For an EAGLE-3 drafter: those of its output layer, in the order of its file, of which `_layout` has a checksum.
+        For an EAGLE-3 drafter these are the ids of its output layer, in the order of its file: `_layout` keeps their
+        checksum, which depends on the order. Do not change the array afterwards: no copy is made.
         """
         self._draft_ids = torch.from_numpy(draft_ids)
         if self.drafter_step is not None:
@@ -241,7 +252,8 @@ class Trainer:
         if self.last_stage:
             logprobs = [values.cpu() for values in logprobs]
         else:
-            # To receive what `policy_logprobs` returns on the last stage: shape and dtype must be equal there.
+            # Filled by the broadcast below. Shape and dtype must be those that `policy_logprobs` returns on the last
+            # stage.
             exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
             logprobs = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
         return [_from_last_stage(values) for values in logprobs]
@@ -253,10 +265,13 @@ class Trainer:
         """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
 
         The figures hold for texts that the policy generated. Drafts are coupled, with the best sharpness, if
-        spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed
-        with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers.
+        spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. Without a
+        prediction the figure is 1.0 for each k.
 
-        No weight changes, but `sharpness` does. Needs `drafter.train`. `steps` are above 0 and ascending.
+        batches  packed with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers
+        steps    at least one, above 0 and ascending
+
+        No weight changes, but `sharpness` can. Policy and drafter stay in eval mode. Needs `drafter.train`.
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)
@@ -270,12 +285,12 @@ class Trainer:
             sampled=False,
             coupled=self._objective.coupled and seeds_known,
         )
-        # A shallow copy has the same weights; the objective of the training steps stays.
+        # A shallow copy has the same weights, but an objective of its own: that of the training steps stays.
         measuring_step = copy.copy(self.drafter_step)
         if self.drafter is not None and measuring_step is not None:
             self.drafter.eval()
             measuring_step.objective = objective
-        # Other stages have no step, and pass None to a report that they never make.
+        # On other stages than the last, `measuring_step` is None, and `_report_acceptance` is never called.
         sums = self.run_forward(batches, partial(self._report_acceptance, measuring_step))
         follow_rounds(sums, objective.predicted_steps)
         totals = reduce_sums(sums)
@@ -286,17 +301,17 @@ class Trainer:
         return {k: prediction.tokens_per_round(k) for k in steps}
 
     def learn_prediction(self, prediction: Prediction | None) -> None:
-        """Set `prediction`, and the `sharpness` of drafts if the prediction has one."""
+        """Set `prediction`, and the `sharpness` of drafts if the prediction has one. `updates.py` calls it, too."""
         self.prediction = prediction
         if prediction is not None:
             self.sharpness = prediction.sharpness or self.sharpness
 
     def keep_reference(self) -> None:
-        """Copy the current policy, for `reference`: call it when the policy has the weights to compare with."""
+        """Set `reference` to a copy of the current policy: call it when the policy has the weights to compare with."""
         self.reference = Reference(self)
 
     def refresh_embedding(self) -> None:
-        """Update `embedding` after every change of the policy's weights; it broadcasts between pipeline stages."""
+        """Update `embedding`; call it after every change of the policy's weights. It broadcasts between stages."""
         if self.config.drafter.train:
             self.embedding = embedding_for_drafter(self.policy, self.embedding)
 
@@ -312,8 +327,10 @@ class Trainer:
     ) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, [] on earlier stages.
 
+        batches       at least one, and as many on all ranks
         loss          called on the last stage as loss(batch, packed, hidden `[T, 1, H]`); returns (the loss, whose
-                      backward the schedule runs; a token count, which nothing reads; the report)
+                      backward the schedule runs; a token count; the report). The count is there because Megatron's
+                      schedule would divide the loss of a function that returns only two things. Nothing reads it
         forward_only  run no backward of the policy
         """
 
@@ -322,7 +339,8 @@ class Trainer:
             packed = describe(batch, self.model_config, self.rope, self.device)
             tokens = to_device(batch.tokens, self.device)
             positions = to_device(batch.position_ids, self.device)
-            # Not around the schedule: `loss` runs the drafter's backward, also where only the drafter is trained.
+            # Gradients are switched here and not around the schedule, because `loss` runs the drafter's backward, also
+            # where only the drafter is trained.
             with torch.set_grad_enabled(not forward_only):
                 hidden = model(tokens[None], positions[None], None, packed_seq_params=packed)
             return hidden, partial(loss, batch, packed)
@@ -366,11 +384,13 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Sums]:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward.
 
-        The order is fixed. The student exists before the policy's loss, which hands it every chunk of its logits (the
-        teacher's). The drafter's loss is complete only after the last chunk.
+        The order is fixed. The student must exist before the policy's loss is computed, because that computation hands
+        every chunk of the policy's logits, which are the teacher's, to `student.observe`. The drafter's loss is
+        complete only after the last chunk.
         """
         hidden = hidden[:, 0]  # `[T, 1, H]` to `[T, H]`
-        # A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
+        # SFT of the policy is at temperature 1. A drafter that learns alone learns the distribution that engines sample
+        # from, as in an RL step.
         temperature = 1.0 if objective == "sft" and train_policy else self.temperature
         layer = self.output_layer(temperature)
         loss = hidden.new_zeros(())
@@ -389,7 +409,8 @@ class Trainer:
             compute = OBJECTIVES[objective]
             loss, sums = compute(layer, batch, hidden, self.config.algorithm, observe)
         elif observe is not None:
-            # Only for `observe`. In the same chunks as with the policy's loss, so the drafter learns the same bits.
+            # The log-probs are not needed: this call hands the teacher's logits to `observe`, in the same chunks as the
+            # policy's loss does, so the drafter learns the same bits.
             with torch.no_grad():
                 layer.logprobs(batch, hidden, observe=observe)
         if step is not None and student is not None:
@@ -413,11 +434,13 @@ class Trainer:
         if eagle3 or batch.drafter_part is not None:
             hidden = _drafter_rows_of(batch, hidden)
             batch = batch.drafter_part or batch
-            # Other sequences than the policy's, or another number of key/value heads: another plan of attention.
+            # The drafter's batch has other sequences than the policy's, or an EAGLE-3 drafter has another number of
+            # key/value heads: both need a plan of attention of their own.
             packed = describe(batch, self.drafter.config, self.rope, self.device)
         tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
         positions = to_device(batch.position_ids, self.device)
-        # `detach`: no gradient of the drafter may reach the policy. Through DDP, whose hooks fill its gradient buffers.
+        # `detach`: no gradient of the drafter may reach the policy. The call goes through DDP, whose hooks fill the
+        # drafter's gradient buffers.
         module = self.drafter_learner.ddp
         return module(hidden.detach(), tokens, self.embedding, positions, packed)
 
@@ -446,20 +469,23 @@ class Trainer:
 
     def _update_drafter(self) -> dict[str, float]:
         """Update the drafter on the last stage; return its metrics on all stages."""
-        result = [0.0, 0.0, 0.0]  # of the stages without a drafter; the broadcast overwrites it
+        result = [0.0, 0.0, 0.0]  # on stages without a drafter; the broadcast below overwrites it
         learner = self.drafter_learner
         if self.drafter_step is not None and learner is not None:
             norm, updated = self.drafter_step.update()
             result = [norm, float(not updated), learner.rate()]
-        values = _from_last_stage(torch.tensor(result, dtype=torch.float64))
+        values = _from_last_stage(
+            torch.tensor(result, dtype=torch.float64)
+        )  # every stage must call it
         names = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
         return dict(zip(names, values.tolist(), strict=True))
 
 
 def _layout(trainer: Trainer) -> dict[str, Any]:
-    """Return what must be equal between a checkpoint and the run that resumes from it.
+    """Return what must be equal between a checkpoint and the run that resumes from it, as JSON values.
 
-    These are keys of `layout.json`. `conversion/run_checkpoint.py` reads "tensor", "drafter" and "eagle3".
+    These are keys of `layout.json`: a renamed key refuses older checkpoints. `conversion/run_checkpoint.py` reads
+    "tensor", "drafter" (false, or the drafter's kind) and "eagle3".
     """
     parallel = trainer.config.parallel
     drafter = trainer.config.drafter
@@ -486,7 +512,7 @@ def _drafter_rows_of(batch: PackedBatch, hidden: Tensor) -> Tensor:
 
 def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
     """Return the targets of the samples that the drafter learns from."""
-    rows = batch.drafter_rows  # before `batch` is replaced: only the whole batch has this field
+    rows = batch.drafter_rows  # read before `batch` is replaced: `drafter_part` has None here
     batch = batch.drafter_part or batch
     return DrafterTargets(
         labels=batch.drafter_labels,
@@ -502,7 +528,7 @@ def _drafter_targets(batch: PackedBatch) -> DrafterTargets:
 def _from_last_stage(x: Tensor) -> Tensor:
     """Return the `x` of the last pipeline stage, on every stage, on the CPU if there are several.
 
-    Collective over the pipeline; `x` has the same shape and dtype on all of its ranks.
+    Collective over the pipeline; `x` has the same shape and dtype on all of its ranks. Other stages' values are lost.
     """
     if ps.get_pipeline_model_parallel_world_size() == 1:
         return x

@@ -1,4 +1,8 @@
-"""Several optimizer steps on one rollout: one on each of its mini-batches (`train.updates_per_rollout`)."""
+"""Several optimizer steps on one rollout: one on each of its mini-batches (`train.updates_per_rollout`).
+
+`run/session.py` calls `train_rollout` once a step; `step.py` has the single update. How a rollout is split into
+mini-batches is decided in `run/batches.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +29,26 @@ def train_rollout(
 ) -> dict[str, float]:
     """Take an optimizer step over each mini-batch, which holds this rank's micro-batches. Collective.
 
-    Arguments and metrics are those of `Trainer.train_step`; {} if it trains nothing. There is at least one mini-batch,
-    and all ranks have as many. The old log-probs of all mini-batches are of the policy before the first update, unless
-    algorithm.old_logprobs="engine" takes those of the engines.
+    options      those of `Trainer.train_step`, which also describes `logprob_gap` and the metrics
+    mini_batches at least one, and as many on all ranks
 
-    Learning rates, norms, losses and shares of skipped updates are means over the updates. The metrics of GAPS are the
-    first update's with old_logprobs="engine". Other metrics are means over the tokens of all mini-batches; numbers of
-    tokens are sums. Afterwards `trainer.prediction` is of all mini-batches, and `trainer.totals` of the last one.
+    Returns {} if the options train nothing. The old log-probs of all mini-batches are those of the policy before the
+    first update; with algorithm.old_logprobs="engine" they are the engines'.
+
+    Means over the updates: learning rates, norms, losses, shares of skipped updates.
+    Of the first update:    the metrics of GAPS, with algorithm.old_logprobs="engine".
+    Sums:                   numbers of tokens.
+    Means over the tokens of all mini-batches: all other metrics.
+
+    Afterwards `trainer.prediction` is of all mini-batches, and `trainer.totals` of the last one.
     """
     from_engines = trainer.config.algorithm.old_logprobs == "engine"
     # Only GRPO reads old log-probs. The defaults are those of `train_step`.
     trains_by_grpo = options.get("objective") == "grpo" and options.get("train_policy", True)
     later = list(mini_batches[1:])
     if trains_by_grpo and not from_engines:
-        # Before the first update, for all later ones. The first mini-batch needs none: its own forward pass is that of
-        # the same policy.
+        # Computed before the first update changes the policy. The first mini-batch needs no old log-probs: the forward
+        # pass of its update is already that of the old policy.
         later = [
             with_logprobs(batches, "old_logprobs", trainer.logprobs(batches)) for batches in later
         ]
@@ -51,16 +60,18 @@ def train_rollout(
         totals.append(trainer.totals)
         prediction = sum_of_predictions(prediction, trainer.prediction)
         if from_engines and updates[-1].get("policy/skipped") == 0:
-            # With algorithm.old_logprobs="engine" the gap compares the engines with the present policy. After an
-            # update these differ rightly, so only the updates up to it can be checked.
+            # With algorithm.old_logprobs="engine" the gap compares the engines' log-probs with the present policy's.
+            # After one update the two differ rightly, so the gap of later updates is no error.
             logprob_gap = math.inf
     trainer.learn_prediction(prediction)
     if not updates[0]:  # nothing is trained, and `trainer.totals` are of an earlier call
         return {}
     metrics = means(total_of(totals))
-    if from_engines:  # only the first update compares the policy that the engines have
+    if from_engines:  # only in the first update the policy is the one that the engines sampled from
         metrics |= {name: updates[0][name] for name in GAPS if name in updates[0]}
-    for name in updates[0]:  # what `train_step` adds to the sums: rates, norms, skipped updates
+    for name in updates[
+        0
+    ]:  # what `train_step` adds to the means of `totals`: rates, norms, skipped updates
         if name not in metrics:
             metrics[name] = fmean(update[name] for update in updates)
     return metrics

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences of any lengths, in memory linear in the tokens: flash attention, or blocks.
 
 On a GPU in 16 bits the kernels are torch's own build of FlashAttention-2. For other types and head sizes, and on a CPU,
-plain torch computes one block of query rows at a time, in float32 or float64. `attention.py` calls `attend` and
-`attend_backward`; `Batched` has the same two methods.
+plain torch computes one block of query rows at a time, in float32 or float64. `attention_plan.py` makes a `Varlen` for
+each micro-batch. `attention.py` calls its `attend` and `attend_backward`; `Batched` (`batched.py`) has the same two.
 
 Shapes: t query rows, T key rows, n query heads, g key/value heads, d channels of a head.
 """
@@ -27,15 +27,16 @@ _BLOCK = 1 << 24  # the most elements of one block of scores, over all heads: 64
 
 @dataclass(frozen=True)
 class Varlen:
-    """Pieces of query rows, one after the other, each with the keys that its last row attends to.
+    """Pieces of query rows, one after the other. A piece has the keys that its last row attends to, which are the most.
 
-    Of a piece with q rows, row i attends to all keys of the piece but the last q - 1 - i of them. Pieces can have keys
-    in common: two chunks of one sequence have its beginning.
+    Of a piece with q rows, row i attends to all keys of the piece but the last q - 1 - i of them. Two pieces can have
+    keys in common: under context parallelism a rank has two chunks of each sequence, and both attend to its beginning.
 
     row_counts  the number of query rows of each piece, above 0
     key_counts  the number of keys of each piece
     cu_q, cu_k  `[pieces + 1]` int32, cumulative sums of both, on the device
-    key_rows    int64, for the keys of all pieces, one after the other, the row of `k` and `v`; None: row i for key i
+    key_rows    int64 `[sum of key_counts]`, on the device: for each key of each piece its row in `k` and `v`; None: key
+                i is row i
     """
 
     row_counts: tuple[int, ...]
@@ -51,10 +52,10 @@ class Varlen:
         order: Tensor | None,
         device: torch.device,
     ) -> Varlen:
-        """Make it from pieces (number of query rows, first key, number of keys); a key is a position of the batch.
+        """Make a `Varlen` of pieces (number of query rows, first key, number of keys). Keys are positions of the batch.
 
         pieces  at least one, in the order of this rank's query rows
-        order   `[T]`, the row of each position's key in `k` and `v`; None: the positions themselves
+        order   `[T]` int64, on the CPU: the row of each position's key in `k` and `v`; None: the position itself
         """
         row_counts = [rows for rows, _, _ in pieces]
         key_counts = [keys for _, _, keys in pieces]
@@ -96,9 +97,10 @@ class Varlen:
         lse: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv. `out` and `lse` may be those of a softmax that includes further keys, the links.
+        """Return dq, dk, dv, shaped and typed as q, k, v. `grad` is that of `out`; the other shapes are `attend`'s.
 
-        The shapes are those of `attend`.
+        out, lse  of the whole softmax. At a drafter's depths above 1 it includes further keys, the links, which
+                  `attention.py` has joined; their gradients are computed there
         """
         keys = len(k)
         inputs = (grad, q, self._gathered(k), self._gathered(v), out)
@@ -112,7 +114,8 @@ class Varlen:
         else:
             dq, dk, dv = _blocked_backward(*inputs, lse, self, scale)
         if self.key_rows is not None:
-            # A key row belongs to two pieces at most. So the order of a GPU's additions changes no bit: a + b = b + a.
+            # `index_add_` on a GPU adds in any order. A key row belongs to two pieces at most, so each sum has at most
+            # two terms, and their order changes no bit.
             shape = (keys, *dk.shape[1:])
             dk = dk.new_zeros(shape).index_add_(0, self.key_rows, dk)
             dv = dv.new_zeros(shape).index_add_(0, self.key_rows, dv)
@@ -124,7 +127,7 @@ class Varlen:
 
 
 def _has_flash(q: Tensor) -> bool:
-    """Return whether torch's flash attention takes these queries. It needs 16 bits, and up to 256 channels of a head.
+    """Return whether torch's flash attention takes these queries: 16-bit floats, and at most 256 channels of a head.
 
     Tensors on torch's meta device, which have no values, count as a GPU's.
     """
@@ -137,6 +140,7 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    """Return `[n + 1]` cumulative sums from 0, int32, as the flash kernels take them."""
     sums = [0, *accumulate(lengths)]
     return to_device(torch.tensor(sums, dtype=torch.int32), device)
 
@@ -181,13 +185,15 @@ def _blocked_backward(
     heads = q.shape[1]
     grad, q, out, lse = (_by_group(x, k) for x in (grad, q, out, lse))
     dq = torch.empty_like(q)
-    # Added up over blocks, whose keys overlap, so in the exact type.
+    # Gradients of keys are added up over many blocks, whose keys overlap. So the sums are in float32 or float64.
     dk = torch.zeros_like(k, dtype=exact)
     dv = torch.zeros_like(v, dtype=exact)
     for rows, keys in _blocks(pieces, heads):
         grad_b, q_b, out_b = (x[rows].to(exact) for x in (grad, q, out))
         k_b = k[keys].to(exact)
-        delta = (grad_b * out_b).sum(-1)
+        delta = (grad_b * out_b).sum(
+            -1
+        )  # Σ over all keys of p · dp, which the softmax's gradient subtracts
         scores = _scores(q_b, k_b, scale)
         p = scores.sub_(lse[rows].permute(1, 2, 0)[..., None]).exp_()
         dv[keys] += torch.einsum("grij,igrd->jgd", p, grad_b)
@@ -201,7 +207,7 @@ def _blocked_backward(
 def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
     """Yield blocks of query rows, with the keys that the last row of the block attends to.
 
-    A block lies in one piece and has at most `_BLOCK` scores, or one row. `heads` is n.
+    A block lies in one piece. It has at most `_BLOCK` scores; if one row has more, the block is that row. `heads` is n.
     """
     q_end = k_end = 0
     for rows, keys in zip(pieces.row_counts, pieces.key_counts, strict=True):
@@ -212,7 +218,7 @@ def _blocks(pieces: Varlen, heads: int) -> Iterator[tuple[slice, slice]]:
         step = max(1, _BLOCK // (heads * keys))
         for first in range(q_start, q_end, step):
             last = min(first + step, q_end)
-            # Of the piece's keys without those that only its later rows attend to.
+            # The last q_end - last keys of the piece are left out: only rows after this block attend to them.
             yield slice(first, last), slice(k_start, k_end - (q_end - last))
 
 
@@ -222,9 +228,9 @@ def _by_group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return scores `[g, n / g, rows, keys]` of `q [rows, g, n / g, d]`, -inf where hidden.
+    """Return scores `[g, n / g, rows, keys]` of `q [rows, g, n / g, d]`, -inf where a row does not attend to a key.
 
-    The last row sees all keys.
+    The last row attends to all keys.
     """
     rows = len(q)
     keys = len(k)

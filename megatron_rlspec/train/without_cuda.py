@@ -1,9 +1,9 @@
 """Let megatron-core run on a machine without CUDA: `install()` replaces functions that ask for CUDA by name.
 
-megatron-core 0.16.1 does so in a few dozen places. The replacements are in torch and in Megatron, for the whole
-process, and there is no way back. Code that imported one of these functions by name before `install()` keeps the
-original. Importing this module patches nothing. On a machine with a GPU `install()` does nothing, and the same calls
-use CUDA and NCCL.
+megatron-core 0.16.1 asks for CUDA in a few dozen places. `runtime.init_distributed` calls `install()` in every trainer
+process. The replacements are in torch and in Megatron, for the whole process, and there is no way back. Code that
+imported one of these functions by name before `install()` keeps the original. Importing this module patches nothing. On
+a machine with a GPU `install()` does nothing, and the same calls use CUDA and NCCL.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def install() -> None:
     torch.cuda.Stream = _NoStream  # a class, because annotations of other libraries name it
     torch.cuda.current_stream = _NoStream  # experts' token counts, copied aside
     torch.cuda.stream = torch.cpu.stream
-    # 0.16.1 does not define it without Transformer Engine
+    # megatron-core 0.16.1 reads this name, but does not define it without Transformer Engine.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Megatron's function copies the sizes of an exchange from the GPU to the host as numpy arrays, and leaves a tensor
-    # on the CPU as it is. The callers need the arrays.
+    # Megatron's function copies the sizes of an exchange from the GPU to the host, and returns numpy arrays. It returns
+    # a tensor on the CPU as it is, but the callers need an array.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
-    # gloo gathers and scatters shares of one size only; tensor-parallel ranks have different shares of experts' tokens.
+    # gloo gathers and scatters only shares of equal size. Tensor-parallel ranks have unequal shares of experts' tokens.
     mappings._gather_along_first_dim = _also_uneven(
         mappings._gather_along_first_dim, _gather_uneven
     )
@@ -102,7 +102,7 @@ def _gather_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Te
 
 def _scatter_uneven(x: Tensor, group: dist.ProcessGroup, shares: list[int]) -> Tensor:
     """Sum the ranks' `x [sum(shares), ...]`, and return this rank's `shares[rank]` rows of the sum."""
-    total = x.clone()
+    total = x.clone()  # all_reduce writes in place
     dist.all_reduce(total, group=group)
     return total.split(shares)[group.rank()]
 
@@ -129,11 +129,11 @@ class _NoStream:
 def _let_cuda_mean_cpu() -> None:
     """Make torch's functions take `device="cuda"`, `.cuda()` and `pin_memory=True` as the CPU's memory.
 
-    `Tensor.type()` names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
-    same. It would take a quarter of a small training step, because every call of torch would pass through it.
+    `Tensor.type()` then names a CUDA float type, which Megatron's optimizers assert. A torch function mode could do the
+    same, but every call of torch would pass through it, which would take a quarter of a small training step.
     """
-    # `with torch.device(...)` changes calls of the functions in this cached set. It must hold torch's own functions,
-    # which the replacements call; so it is made before they are replaced.
+    # `with torch.device(...)` acts on the functions in the set that this call makes and caches. The set must hold
+    # torch's own functions, which the replacements call. So it is made before the functions are replaced.
     _device_constructors()
     for name in _CONSTRUCTORS:
         setattr(torch, name, _without_cuda(getattr(torch, name)))
@@ -161,7 +161,7 @@ def _let_cuda_mean_cpu() -> None:
     torch.Tensor.type = cuda_type
 
 
-# torch's functions that take `device`, as far as Megatron calls them
+# torch's functions that take `device`, as far as Megatron calls them. `_let_cuda_mean_cpu` replaces them.
 _CONSTRUCTORS = (
     "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like", "rand",
     "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
