@@ -225,9 +225,8 @@ def read_demonstrations(
             f"{tokenizer.name_or_path}: the tokenizer has no end-of-sequence token to learn"
         )
     texts: list[tuple[str, str]] = []  # (prompt, response) of every row
-    with_ids: dict[
-        int, tuple[np.ndarray, np.ndarray]
-    ] = {}  # by the row's index: ids of prompt and response
+    # For rows of `rlspec answer`, by the row's index: ids of prompt and response, and the seed
+    with_ids: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     seeds: dict[int, int | None] = {}
     for i, (where, row) in enumerate(read_rows(path)):
         if ids := columns.ids(where, row):
@@ -252,8 +251,8 @@ def read_demonstrations(
         tokens = np.concatenate([prompt, response_ids])
         if len(tokens) > max_tokens:
             continue
-        mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)
-        no_logprobs = np.zeros(len(tokens), np.float32)
+        mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.float32)  # 1 on the response
+        no_logprobs = np.zeros(len(tokens), np.float32)  # no engine has sampled these tokens
         of_row = Prompt(i, prompt, text=text)
         samples.append(
             Sample(f"row-{i}", of_row, tokens, mask, no_logprobs, text=answer, seed=seeds.get(i))

@@ -231,9 +231,8 @@ class _Channel:
         """
         with os.fdopen(tasks, "rb") as lines:
             for line in lines:
-                if line.endswith(
-                    b"\n"
-                ):  # otherwise the line is cut: the trainer died while it wrote
+                # A line without an end is cut: the trainer died while it wrote.
+                if line.endswith(b"\n"):
                     self._waiting.put(json.loads(line))
         os.killpg(0, signal.SIGKILL)
 
@@ -251,9 +250,8 @@ def _work(kind: str, channel: _Channel) -> None:
         name = task.pop("id")
         try:
             content = parts_of(reward(**task))
-        except (
-            SystemExit
-        ):  # the reward called sys.exit(): the worker ends, and the trainer reports the exit code
+        except SystemExit:
+            # The reward called sys.exit(): the worker ends, and the trainer reports the exit code.
             raise
         except BaseException as error:
             # A reward may raise anything, and the next task must be answered.
@@ -271,9 +269,8 @@ def main() -> None:
     answers.set_inheritable(False)
     tasks = os.dup(0)  # programs that the reward starts do not inherit the copy
     with open(os.devnull, "rb") as nothing:
-        os.dup2(
-            nothing.fileno(), 0
-        )  # so the reward, and programs that it starts, read nothing from standard input
+        # So the reward, and programs that it starts, read nothing from standard input.
+        os.dup2(nothing.fileno(), 0)
     try:
         _work(kind, _Channel(tasks, answers))
     except OSError:  # the reward closed the worker's channels, or the trainer has ended

@@ -297,9 +297,8 @@ class _Worker:
 
     def _reason_of_end(self) -> str:
         """Wait until a worker that closed its channel ends, kill it otherwise, and return the reason as a text."""
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # the worker may have closed its channel, and live on
+        # The worker may have closed its channel, and live on.
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
         self.stop()
         return f"the reward's process ended with exit code {self._process.returncode}"

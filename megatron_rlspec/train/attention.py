@@ -249,9 +249,8 @@ class _Attend(torch.autograd.Function):
             out = out.to(lse.dtype)
         for key, value in _pairs(links):
             score = _row_dot(q, key, lse.dtype) * scale
-            _join(
-                out, lse, value, score
-            )  # in place: `plan.attend` made `out` and `lse` for this call
+            # In place: `plan.attend` made `out` and `lse` for this call.
+            _join(out, lse, value, score)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *links)
         return out

@@ -112,9 +112,8 @@ def transformer_config(
         **devices,
     )
     if "kv_lora_rank" in hf_config:
-        return MLATransformerConfig(
-            **fields | latent.options(hf_config)
-        )  # the latter replace some of `fields`
+        # The options of `latent` replace some of `fields`.
+        return MLATransformerConfig(**fields | latent.options(hf_config))
     yarn = rope.factor if rope.kind == "yarn" else 1.0
     return DecoderConfig(
         **fields, rotary_percent=rotary_percent(hf_config), yarn_rotary_scaling_factor=yarn

@@ -122,10 +122,8 @@ PER_DEPTH = {
     f"drafter/{name}"
     for name in ("tokens", "loss", "ce", "match", "overlap", "argmax_prob", "covered")
 }
-LOSSES = {
-    "policy/loss",
-    "drafter/objective",
-}  # already divided by the count of their update, so not by `means`
+# Sums that are already divided by the count of their update, so `means` does not divide them.
+LOSSES = {"policy/loss", "drafter/objective"}
 
 
 def means(totals: dict[str, list[float]]) -> dict[str, float]:

@@ -89,9 +89,8 @@ class Reference:
         # The schedule runs the micro-batches in the same order again, so each takes the next array of the reference.
         report = partial(self._report_drift, iter(of_reference))
         totals = reduce_sums(self._trainer.run_forward(batches, report))
-        (tokens,) = totals.pop(
-            "drift/tokens"
-        )  # the number of sampled tokens is no metric; it divides the other sums
+        # The number of sampled tokens is no metric: it divides the other sums.
+        (tokens,) = totals.pop("drift/tokens")
         return {name: values[0] / max(tokens, 1.0) for name, values in totals.items()}
 
     def _report_distribution(

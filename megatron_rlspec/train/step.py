@@ -66,6 +66,9 @@ class Trainer:
 
     hf_config      the parsed config.json; with an EAGLE-3 drafter's under `DRAFTER`
     name_table     names of the tensors of policy and drafter, and how they are cut over ranks
+    policy         this pipeline stage's part of it
+    model_config   Megatron's configuration of the policy
+    last_stage     whether this rank is on the last pipeline stage, which has the output layer, losses and drafter
     learner        the policy's gradient buffers and optimizer
     drafter        None on all pipeline stages but the last, and without `drafter.train`; so are `drafter_step` and
                    `drafter_learner`
@@ -245,7 +248,8 @@ class Trainer:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probabilities of labels at `temperature`, on the CPU, `[T]` per micro-batch; 0 if not trained.
 
-        They are the same on all pipeline stages, in float32, or in float64 for a model in float64.
+        They are the same on all pipeline stages, in float32, or in float64 for a model in float64. The policy stays in
+        eval mode; `train_step` sets train mode.
         """
         self.policy.eval()
         logprobs = self.run_forward(batches, self._report_logprobs)
@@ -474,9 +478,8 @@ class Trainer:
         if self.drafter_step is not None and learner is not None:
             norm, updated = self.drafter_step.update()
             result = [norm, float(not updated), learner.rate()]
-        values = _from_last_stage(
-            torch.tensor(result, dtype=torch.float64)
-        )  # every stage must call it
+        # Collective, so outside of the condition above.
+        values = _from_last_stage(torch.tensor(result, dtype=torch.float64))
         names = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
         return dict(zip(names, values.tolist(), strict=True))
 

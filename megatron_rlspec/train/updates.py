@@ -29,21 +29,23 @@ def train_rollout(
 ) -> dict[str, float]:
     """Take an optimizer step over each mini-batch, which holds this rank's micro-batches. Collective.
 
-    options      those of `Trainer.train_step`, which also describes `logprob_gap` and the metrics
-    mini_batches at least one, and as many on all ranks
+    mini_batches  at least one, and as many on all ranks; not changed
+    logprob_gap   as in `Trainer.train_step`
+    options       the other arguments of `Trainer.train_step`
 
-    Returns {} if the options train nothing. The old log-probs of all mini-batches are those of the policy before the
-    first update; with algorithm.old_logprobs="engine" they are the engines'.
+    The old log-probs of all mini-batches are those of the policy before the first update. With
+    algorithm.old_logprobs="engine" they are those of the engines.
 
-    Means over the updates: learning rates, norms, losses, shares of skipped updates.
-    Of the first update:    the metrics of GAPS, with algorithm.old_logprobs="engine".
-    Sums:                   numbers of tokens.
-    Means over the tokens of all mini-batches: all other metrics.
+    Returns the metrics of `train_step`, or {} if the options train nothing:
+    - learning rates, norms, losses and shares of skipped updates are means over the updates
+    - the metrics of GAPS are the first update's with algorithm.old_logprobs="engine"
+    - numbers of tokens are sums
+    - all others are means over the tokens of all mini-batches
 
     Afterwards `trainer.prediction` is of all mini-batches, and `trainer.totals` of the last one.
     """
     from_engines = trainer.config.algorithm.old_logprobs == "engine"
-    # Only GRPO reads old log-probs. The defaults are those of `train_step`.
+    # Only GRPO reads old log-probs. The default of `train_policy` here must be that of `train_step`.
     trains_by_grpo = options.get("objective") == "grpo" and options.get("train_policy", True)
     later = list(mini_batches[1:])
     if trains_by_grpo and not from_engines:
@@ -69,9 +71,8 @@ def train_rollout(
     metrics = means(total_of(totals))
     if from_engines:  # only in the first update the policy is the one that the engines sampled from
         metrics |= {name: updates[0][name] for name in GAPS if name in updates[0]}
-    for name in updates[
-        0
-    ]:  # what `train_step` adds to the means of `totals`: rates, norms, skipped updates
+    # Names that are not in `totals` are what `train_step` adds to them: rates, norms, skipped updates.
+    for name in updates[0]:
         if name not in metrics:
             metrics[name] = fmean(update[name] for update in updates)
     return metrics

@@ -191,9 +191,8 @@ def _blocked_backward(
     for rows, keys in _blocks(pieces, heads):
         grad_b, q_b, out_b = (x[rows].to(exact) for x in (grad, q, out))
         k_b = k[keys].to(exact)
-        delta = (grad_b * out_b).sum(
-            -1
-        )  # Σ over all keys of p · dp, which the softmax's gradient subtracts
+        # Σ over all keys of p · dp, which the gradient of a softmax subtracts; it equals grad · out.
+        delta = (grad_b * out_b).sum(-1)
         scores = _scores(q_b, k_b, scale)
         p = scores.sub_(lse[rows].permute(1, 2, 0)[..., None]).exp_()
         dv[keys] += torch.einsum("grij,igrd->jgd", p, grad_b)
