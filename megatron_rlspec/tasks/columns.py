@@ -2,8 +2,8 @@
 
 Rows of slime, verl and TRL are read as they are: `OTHER_NAMES` says which columns stand in for a missing one.
 
-In all functions `where` is the row's place, such as "file:line" (from `rows.read_rows`). Error messages begin with it,
-and name the column. No function changes the row.
+In all functions `where` is the row's place, such as "file:line" (from `rows.read_rows`). Messages about a row begin with
+it, and those about a value name the column. No function changes the row.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _needed(where: str, row: Mapping[str, Any], key: str, option: str) -> Any:
 
     option  the option by which a user names the column, for the message
 
-    Raises DataError if there is neither the column nor one of its `OTHER_NAMES`.
+    Raises DataError if the row has neither the column nor a value under one of its `OTHER_NAMES`.
     """
     value = value_of(row, key)
     if value is None and key not in row:
