@@ -2,8 +2,8 @@
 
 Rows of slime, verl and TRL are read as they are: `OTHER_NAMES` says which columns stand in for a missing one.
 
-In all functions `where` is the row's place, such as "file:line" (from `rows.read_rows`). Messages about a row begin with
-it, and those about a value name the column. No function changes the row.
+In all functions `where` is the row's place, such as "file:line" (from `rows.read_rows`). Messages about a row begin
+with it, and those about a value name the column. No function changes the row.
 """
 
 from __future__ import annotations
