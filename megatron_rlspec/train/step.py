@@ -66,8 +66,6 @@ class Trainer:
 
     hf_config      the parsed config.json; with an EAGLE-3 drafter's under `DRAFTER`
     name_table     names of the tensors of policy and drafter, and how they are cut over ranks
-    policy         this pipeline stage's part of it
-    model_config   Megatron's configuration of the policy
     last_stage     whether this rank is on the last pipeline stage, which has the output layer, losses and drafter
     learner        the policy's gradient buffers and optimizer
     drafter        None on all pipeline stages but the last, and without `drafter.train`; so are `drafter_step` and
@@ -137,16 +135,14 @@ class Trainer:
 
         `fresh_drafter` leaves the drafter and its optimizer as they are; its tensors may be missing.
 
-        Adam's moments and the counts of updates stay as they are. Raises CheckpointError if a tensor is missing or has
-        another shape, but only on the ranks that hold a shard of it.
+        Raises CheckpointError if one is missing or has another shape, but only on the ranks that hold a shard of it.
         """
         learners = self.learners()
         if fresh_drafter:
             learners.pop("drafter", None)
         modules = [learner.ddp.module for learner in learners.values()]
         shards.load(self.name_table, modules, self.model_config, tensors)
-        # Copies the weights to the optimizer's float32 copies. Without this, the next update would begin from the old
-        # copies, and overwrite what was loaded.
+        # The optimizer updates float32 copies. Without this, the next update would write the old ones over the weights.
         for learner in learners.values():
             learner.optimizer.reload_model_params()
         self.refresh_embedding()
@@ -154,9 +150,7 @@ class Trainer:
     def export(self, scope: Scope = "all", live: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors under Hugging Face names on rank 0; other ranks must exhaust the (empty) iterator too.
 
-        scope  "target" is the policy only, "drafter" the drafter only; equal on all ranks
-        live   the tensors may be the parameters themselves, on the device: read them before the next step. False:
-               copies on the CPU
+        `scope` and `live` are those of `shards.export`, and equal on all ranks.
         """
         return shards.export(
             self.name_table, self.policy, self.drafter, self.model_config, scope, live
@@ -171,8 +165,7 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """Continue from `save`, by as many ranks in the same layout. Raises CheckpointError if the layout differs.
 
-        Call `set_draft_vocabulary` first: otherwise the draft vocabulary of an EAGLE-3 drafter is not compared. After
-        an error this trainer must not be used: some tensors may be loaded.
+        Call `set_draft_vocabulary` first: otherwise the draft vocabulary of an EAGLE-3 drafter is not compared.
         """
         checkpoint.load(directory, self.learners(), _layout(self))
         self.sharpness = read_object(directory / checkpoint.LAYOUT)["sharpness"]
@@ -211,8 +204,7 @@ class Trainer:
         losses = partial(self._losses, objective, train_policy, train_drafter)
         sums = self.run_schedule(batches, losses, forward_only=not train_policy)
         predicted_steps = self._objective.predicted_steps
-        # Before `reduce_sums`, which needs equal shapes in all micro-batches: the table that `DrafterStep.learn` leaves
-        # in the sums has a row for each position, so its shape differs.
+        # Before `reduce_sums`, which needs equal shapes: the table of `DrafterStep.learn` has a row for each position.
         follow_rounds(sums, predicted_steps)
         self.totals = reduce_sums(sums)
         # Before `means`, which cannot average the sums of the prediction: this removes them from `totals`.
@@ -227,8 +219,7 @@ class Trainer:
             metrics["policy/grad_norm"] = norm
             metrics["policy/skipped"] = float(not updated)
             metrics["policy/lr"] = self.learner.rate()
-        # The condition reads the options, not `self.drafter`: stages without a drafter must join the broadcast that
-        # gives them its metrics.
+        # By the options, not by `self.drafter`: stages without a drafter must join the broadcast of its metrics.
         if self.config.drafter.train and train_drafter:
             metrics |= self._update_drafter()
         if train_policy:
@@ -238,8 +229,7 @@ class Trainer:
     def set_draft_vocabulary(self, draft_ids: np.ndarray) -> None:
         """Train the drafter on the draft vocabulary `[S] int64` in later steps: the ids that engines draft from.
 
-        For an EAGLE-3 drafter these are the ids of its output layer, in the order of its file: `_layout` keeps their
-        checksum, which depends on the order. Do not change the array afterwards: no copy is made.
+        For an EAGLE-3 drafter: those of its output layer, in the order of its file. Do not change the array afterwards.
         """
         self._draft_ids = torch.from_numpy(draft_ids)
         if self.drafter_step is not None:
@@ -248,16 +238,14 @@ class Trainer:
     def logprobs(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probabilities of labels at `temperature`, on the CPU, `[T]` per micro-batch; 0 if not trained.
 
-        They are the same on all pipeline stages, in float32, or in float64 for a model in float64. The policy stays in
-        eval mode; `train_step` sets train mode.
+        They are the same on all pipeline stages, in float32, or in float64 for a model in float64. Sets eval mode.
         """
         self.policy.eval()
         logprobs = self.run_forward(batches, self._report_logprobs)
         if self.last_stage:
             logprobs = [values.cpu() for values in logprobs]
         else:
-            # Filled by the broadcast below. Shape and dtype must be those that `policy_logprobs` returns on the last
-            # stage.
+            # The broadcast below fills them: shape and dtype are those of `policy_logprobs` on the last stage.
             exact = torch.promote_types(self.model_config.params_dtype, torch.float32)
             logprobs = [torch.empty(len(batch.tokens), dtype=exact) for batch in batches]
         return [_from_last_stage(values) for values in logprobs]
@@ -269,13 +257,10 @@ class Trainer:
         """Return the tokens per round that these texts accept with k drafts a round, for each k of `steps`.
 
         The figures hold for texts that the policy generated. Drafts are coupled, with the best sharpness, if
-        spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. Without a
-        prediction the figure is 1.0 for each k.
+        spec.drafts says so and the texts' seeds are known; else a draft is the likeliest token. `batches` are packed
+        with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers.
 
-        batches  packed with depth=max(steps), which may be more than `drafter.depth`: all depths run the same layers
-        steps    at least one, above 0 and ascending
-
-        No weight changes, but `sharpness` can. Policy and drafter stay in eval mode. Needs `drafter.train`.
+        Changes no weight, but can change `sharpness`. Needs `drafter.train`. `steps`: at least one, above 0, ascending.
         """
         self.policy.eval()
         seeds_known = all(batch.noise_seeds is not None for batch in batches)
@@ -331,10 +316,8 @@ class Trainer:
     ) -> list[Any]:
         """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, [] on earlier stages.
 
-        batches       at least one, and as many on all ranks
         loss          called on the last stage as loss(batch, packed, hidden `[T, 1, H]`); returns (the loss, whose
-                      backward the schedule runs; a token count; the report). The count is there because Megatron's
-                      schedule would divide the loss of a function that returns only two things. Nothing reads it
+                      backward the schedule runs; a token count, unread, but without it the loss is scaled; the report)
         forward_only  run no backward of the policy
         """
 
@@ -343,8 +326,7 @@ class Trainer:
             packed = describe(batch, self.model_config, self.rope, self.device)
             tokens = to_device(batch.tokens, self.device)
             positions = to_device(batch.position_ids, self.device)
-            # Gradients are switched here and not around the schedule, because `loss` runs the drafter's backward, also
-            # where only the drafter is trained.
+            # Not around the schedule: within it `loss` runs the drafter's backward, also with `forward_only`.
             with torch.set_grad_enabled(not forward_only):
                 hidden = model(tokens[None], positions[None], None, packed_seq_params=packed)
             return hidden, partial(loss, batch, packed)
@@ -388,13 +370,11 @@ class Trainer:
     ) -> tuple[Tensor, Tensor, Sums]:
         """Return the policy's loss, whose backward the schedule runs; run the drafter's forward and backward.
 
-        The order is fixed. The student must exist before the policy's loss is computed, because that computation hands
-        every chunk of the policy's logits, which are the teacher's, to `student.observe`. The drafter's loss is
-        complete only after the last chunk.
+        The order is fixed. The student exists before the policy's loss, whose computation hands each chunk of the
+        teacher's logits to `student.observe`. The drafter's loss is complete only after the last chunk.
         """
         hidden = hidden[:, 0]  # `[T, 1, H]` to `[T, H]`
-        # SFT of the policy is at temperature 1. A drafter that learns alone learns the distribution that engines sample
-        # from, as in an RL step.
+        # SFT is at 1. A drafter that learns alone learns the distribution that engines sample from, as in an RL step.
         temperature = 1.0 if objective == "sft" and train_policy else self.temperature
         layer = self.output_layer(temperature)
         loss = hidden.new_zeros(())
@@ -413,8 +393,7 @@ class Trainer:
             compute = OBJECTIVES[objective]
             loss, sums = compute(layer, batch, hidden, self.config.algorithm, observe)
         elif observe is not None:
-            # The log-probs are not needed: this call hands the teacher's logits to `observe`, in the same chunks as the
-            # policy's loss does, so the drafter learns the same bits.
+            # Only for its calls of `observe`: in the chunks of the policy's loss, so the drafter learns the same bits.
             with torch.no_grad():
                 layer.logprobs(batch, hidden, observe=observe)
         if step is not None and student is not None:
@@ -438,13 +417,11 @@ class Trainer:
         if eagle3 or batch.drafter_part is not None:
             hidden = _drafter_rows_of(batch, hidden)
             batch = batch.drafter_part or batch
-            # The drafter's batch has other sequences than the policy's, or an EAGLE-3 drafter has another number of
-            # key/value heads: both need a plan of attention of their own.
+            # Other sequences than the policy's, or another number of key/value heads, need another plan of attention.
             packed = describe(batch, self.drafter.config, self.rope, self.device)
         tokens = [to_device(tokens, self.device) for tokens in batch.drafter_tokens]
         positions = to_device(batch.position_ids, self.device)
-        # `detach`: no gradient of the drafter may reach the policy. The call goes through DDP, whose hooks fill the
-        # drafter's gradient buffers.
+        # `detach`: no gradient of the drafter may reach the policy. DDP's hooks fill the drafter's gradient buffers.
         module = self.drafter_learner.ddp
         return module(hidden.detach(), tokens, self.embedding, positions, packed)
 
@@ -472,13 +449,12 @@ class Trainer:
         return step.learn(student, targets, None)  # its loss is "ce", without a teacher
 
     def _update_drafter(self) -> dict[str, float]:
-        """Update the drafter on the last stage; return its metrics on all stages."""
+        """Update the drafter on the last stage; return its metrics on all stages, each of which must call this."""
         result = [0.0, 0.0, 0.0]  # on stages without a drafter; the broadcast below overwrites it
         learner = self.drafter_learner
         if self.drafter_step is not None and learner is not None:
             norm, updated = self.drafter_step.update()
             result = [norm, float(not updated), learner.rate()]
-        # Collective, so outside of the condition above.
         values = _from_last_stage(torch.tensor(result, dtype=torch.float64))
         names = ("drafter/grad_norm", "drafter/skipped", "drafter/lr")
         return dict(zip(names, values.tolist(), strict=True))
