@@ -8,8 +8,9 @@ return.
 
 Functions are called with one argument: an object of a class below, or the `Conversation` of `rollout/conversation.py`.
 Modules are found from the working directory; `FILE.py:function` names a function, too. `examples/custom_loss/` and
-`examples/calculator/` have one of each. T: packed positions of one micro-batch on this
-rank; C: rows of one chunk; V: vocabulary; n: samples of one group.
+`examples/calculator/` have one of each.
+
+T: packed positions of one micro-batch on this rank; C: rows of one chunk; V: vocabulary; n: samples of one group.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """One micro-batch for the policy's loss. Tensors are `[T]`, aligned to the predicted token, 0 where `mask` is 0.
+    """One micro-batch for the policy's loss. Tensors are `[T]`, aligned to the predicted token.
+
+    All but `sequence_ids` are of floating point, and 0 where `mask` is 0. They are copies: a function may change them.
 
     logprobs            of the tokens under the policy being trained; carries the gradient
     old_logprobs        under the policy before the first update of the step (algorithm.old_logprobs)
@@ -62,8 +65,9 @@ class PolicyTokens:
 class PolicyLoss(Protocol):
     """Return the loss of each token, `[T]`, differentiable in `tokens.logprobs`; a lower loss is better.
 
-    It is averaged as `algorithm.aggregation` says, over all ranks. `kl_coef` and `entropy_coef` are added to it;
-    `ratio`, `clip_*` and `tis_clip` are not applied.
+    Values where `mask` is 0 are set to 0 before the result is checked for finite numbers and averaged. The average is
+    that of `algorithm.aggregation`, over all ranks. `kl_coef` and `entropy_coef` are added to the loss; `ratio`,
+    `clip_*` and `tis_clip` are not applied.
     """
 
     def __call__(self, tokens: PolicyTokens, /) -> Tensor: ...

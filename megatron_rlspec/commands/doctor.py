@@ -36,7 +36,9 @@ class Upstream:
     install: str = ""
 
 
-# name of the distribution -> project. A change of the ranges also concerns `pyproject.toml`, whose extras install them.
+# name of the distribution -> project. A change also concerns the extras of `pyproject.toml`, and for SGLang
+# `rollout/sglang/scheduler/versions.py`. The extra's range of megatron-core is wider on purpose: it leaves slime's
+# 0.16.0rc0 in place, which does not fit `rlspec train`.
 UPSTREAM = {
     "megatron-core": Upstream(
         "megatron.core",
@@ -53,8 +55,8 @@ UPSTREAM = {
     "slime": Upstream(
         "slime",
         (">=0",),
-        "use slime 624b824a8, or adapt integrations/ to this version",
-        "only `rlspec slime` needs it",
+        "",  # not shown: every release fits, and commits are not compared (examples/slime/README.md)
+        "only `rlspec slime` needs it; 624b824a8 is the commit that was tried",
     ),
 }
 
@@ -127,7 +129,7 @@ def parser() -> arguments.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings. Returns the exit status."""
+    """Print the findings. Returns the exit status; versions do not change it, only what `--gpu` finds."""
     options = parser().parse_args(argv)
     for finding in examine():
         if finding.state == "missing":

@@ -18,7 +18,8 @@ from megatron_rlspec.config.base import Files, Name, Needs, Section, Text
 def _template_arguments(given: Any) -> Any:
     """Return the object that a command line states as JSON, or as NAME=VALUE,NAME=VALUE with values of TOML.
 
-    Every comma separates two pairs, so a value with a comma needs the form as JSON. Raises ValueError.
+    Every comma separates two pairs, so a value with a comma needs the form as JSON. Texts need quotes in both forms:
+    NAME="VALUE". JSON must begin with `{`, without a space before it. Raises ValueError.
     """
     if not isinstance(given, str):
         return given  # a table of a TOML file
@@ -34,6 +35,8 @@ class DataConfig(Section):
         "a data set on the Hub, NAME?split=train&OPTION=VALUE; csv?data_files=FILE reads a CSV file by `datasets`",
     )
     eval_path: Files = Field("", description="held-out prompts, as for path; empty: no evaluation")
+    # A command line splits a tuple at commas (`load._converted`): a PATH with a comma needs a list as in TOML,
+    # ["NAME=PATH"].
     eval_sets: Annotated[tuple[Name, ...], Needs("data.eval_path")] = Field(
         (),
         description="further held-out prompts, each NAME=PATH: evaluations report them by name, one after the other",
@@ -70,7 +73,10 @@ class DataConfig(Section):
 
     @property
     def evaluated(self) -> dict[str, str]:
-        """Return name of the set -> path, of all held-out prompts; {} without `eval_path`, whose name is ""."""
+        """Return the paths of all held-out prompts, by the name of their set; the name of `eval_path` is "".
+
+        {} without `eval_path`.
+        """
         further = dict(named.split("=", 1) for named in self.eval_sets)
         return {"": self.eval_path, **further} if self.eval_path else {}
 

@@ -14,7 +14,8 @@ from megatron_rlspec.config.base import Needs, Section
 from megatron_rlspec.types import OFF, Drafts, SpecConfig, Verifier
 
 # Most drafter passes of one round. SGLang's buffers grow with them, and the embedded engine's cache has this many
-# columns beyond the longest sample (`rollout/embedded/engine.py`).
+# columns beyond the longest sample (`rollout/embedded/engine.py`). `rollout/sglang/scheduler/coupled.py` has a buffer
+# for the drafts of a round behind the first, and `extensions/migration/embedded/move.py` reserves as many columns.
 MOST_DRAFTS = 64
 
 DraftSteps = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]
@@ -26,7 +27,7 @@ class SpecSection(Section):
         description="adaptive: num_steps is chosen while the engines run; fixed: num_steps; off: no drafts",
     )
     num_steps: Annotated[DraftSteps, Needs("spec.mode!=off")] = Field(
-        3, description="drafter passes per round (fixed), or at the start (adaptive)"
+        3, description="drafter passes per round (fixed), or at an SGLang engine's start (adaptive)"
     )
     candidate_steps: Annotated[tuple[DraftSteps, ...], Needs("spec.mode=adaptive")] = Field(
         (0, 1, 2, 3, 5),
@@ -45,8 +46,8 @@ class SpecSection(Section):
     ragged: Annotated[bool, Needs("spec.mode=adaptive")] = Field(
         False,
         description="verify of each request the drafts that are worth it, by the drafter's probabilities, and not the "
-        "same number of all. The text is the same. SGLang needs drafts=coupled, and on a GPU FlashAttention 3, where "
-        "no card has run it",
+        "same number of all. The text is the same. SGLang needs drafts=coupled and, on a GPU, FlashAttention 3; with "
+        "SGLang, ragged rounds were not run on a GPU yet",
     )
 
     @model_validator(mode="after")

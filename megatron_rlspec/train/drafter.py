@@ -57,8 +57,8 @@ class Drafter(MegatronModule):
     recompute             compute the layers again in the backward pass, as the policy's are
     num_layers            layers that `run` calls at each depth; each has a chain of keys of its own
 
-    `Adopted` in `integrations/slime/drafter.py` does not call `__init__`, and sets what `forward` reads by itself: set
-    a new attribute there, too.
+    `AdoptedMTP` in `integrations/slime/drafter.py` does not call `__init__`, and sets what `forward` reads by itself:
+    set a new attribute there, too.
     """
 
     num_layers = 1

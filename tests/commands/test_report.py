@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_rlspec.commands import report
+from megatron_rlspec.commands.report import charts
 
 EVALUATION = {"kind": "evaluation", "message": "m", "samples": 4, "reward_std": 0.5}
 # Texts that end a tag, an attribute, a script or a comment, or name a script to run.
@@ -77,6 +78,11 @@ def test_the_page_of_one_run(run_dir):
     assert "<code>rollout/truncated</code> 0.25 (normal: below 0.1)" in page
     assert "<pre>a<mark>&lt;i&gt;c</mark>d</pre>" in page and 'title="odd">failed' in page
     assert "http:" not in page and "https:" not in page and page.count("url(") == page.count("url(#")
+
+
+def test_short_labels_round_up_to_the_next_unit():
+    labels = {999.9: "1000", 9999.4: "9999", 9999.5: "10k", 999_499: "999k", 999_999: "1M", 999_999_999: "1G"}
+    assert {value: charts.short(value) for value in labels} == labels
 
 
 def test_hostile_texts_stay_texts(tmp_path):

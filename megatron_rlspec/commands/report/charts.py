@@ -1,4 +1,8 @@
-"""Charts over steps, which matplotlib draws as SVG."""
+"""Draw the charts of `rlspec report` as SVG elements, by matplotlib; and shorten numbers for its page.
+
+`figures.py` chooses charts and values. `page.html.j2` inserts the SVG unescaped (`| safe`): matplotlib escapes the
+texts in it, so change none of them after `savefig`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-SIZE = (4.8, 2.7)  # inches, which a browser stretches
-MOST_POINTS = 400  # of a line
+# Inches. The page stretches the SVG (`page.css`): a larger size makes the texts in it smaller.
+SIZE = (4.8, 2.7)
+MOST_POINTS = 400  # of a line; of a longer one some are left out (`lines`)
 MOST_MARKERS = 60  # points of a line up to which each has a dot
-MOST_BARS = 60
+MOST_BARS = 60  # of a chart; of more steps several share a bar (`bars`)
 GREY = "0.55"
-INK = "#010203"  # becomes the colour of the page's text, which follows the browser's scheme
+INK = "#010203"  # a colour that nothing else uses: `_svg` replaces it by `currentColor`, the colour of the page's text
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -28,7 +33,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "font.size": 9,
     "legend.frameon": False,
-    "svg.fonttype": "none",
+    "svg.fonttype": "none",  # texts stay texts, in place of outlines of their letters
     "text.color": INK,
     "text.parse_math": False,  # a name of the user's may hold dollar signs
     "xtick.color": INK,
@@ -39,7 +44,13 @@ Points = list[tuple[float, float]]  # (step from 1, value)
 
 @dataclass
 class Series:
-    """A line of a chart, or one part of its bars. `key` is that of the records, `colour` a matplotlib colour."""
+    """A line of a chart, or one part of its bars.
+
+    label   for the legend
+    points  at least one, with steps rising and each step once
+    key     of the records in metrics.jsonl; `__init__.py` finds the glossary's entry by it
+    colour  a matplotlib colour
+    """
 
     label: str
     points: Points
@@ -49,7 +60,7 @@ class Series:
 
 @dataclass
 class Mark:
-    """A measured value with its interval, such as an evaluation."""
+    """A measured value with its interval, such as an evaluation: a diamond. `x` is the number of steps done."""
 
     x: float
     value: float
@@ -59,7 +70,10 @@ class Mark:
 
 @dataclass
 class DrawnChart:
-    """A chart: its texts, what it shows, and its SVG element."""
+    """A chart of the page, which `figures.py` makes. `svg` is what `lines` or `bars` returned.
+
+    `title`, `note` and `unit` are texts, which the page escapes; `note` and `unit` may be "".
+    """
 
     title: str
     note: str
@@ -77,6 +91,7 @@ def lines(series: Sequence[Series], marks: Sequence[Mark] = ()) -> str:
         figure, axes = _empty()
         for line in series:
             every = math.ceil(len(line.points) / MOST_POINTS)
+            # backwards, so that the newest point is among those that are drawn
             x, y = zip(*line.points[::-every], strict=True)
             marker = "." if len(x) <= MOST_MARKERS else ""
             axes.plot(x, y, lw=1, marker=marker, color=line.colour, label=line.label)
@@ -93,6 +108,7 @@ def bars(series: Sequence[Series]) -> str:
     """
     steps = sorted({x for part in series for x, _ in part.points})
     groups = np.array_split(steps, min(len(steps), MOST_BARS))
+    # The bar of a step s reaches from s - 0.5 to s + 0.5, and a group's to the next group.
     edges = [group[0] - 0.5 for group in groups]
     edges.append(steps[-1] + 0.5)
     bottom = np.zeros(len(groups))
@@ -110,11 +126,12 @@ def bars(series: Sequence[Series]) -> str:
 
 
 def short(value: float) -> str:
-    """Return a number as a label of three digits; k, M, G."""
-    for size, start, sign in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
+    """Return a number as a short label: three digits, four from 1,000 on, and k (from 10,000), M or G behind three."""
+    # The limits are where the digits round up: 999,999 is 1M, not 1000k.
+    for size, start, sign in ((1e9, 999.5e6, "G"), (1e6, 999.5e3, "M"), (1e3, 9999.5, "k")):
         if abs(value) >= start:
             return f"{value / size:.3g}{sign}"
-    return f"{value:.4g}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _empty() -> tuple[Figure, Axes]:
@@ -127,7 +144,7 @@ def _empty() -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure, legend: bool) -> str:
-    """Return the figure as an element of an HTML page."""
+    """Return the figure as an element of an HTML page. It draws the legend, so call it last."""
     if legend:
         figure.legend(loc="outside upper left", ncols=3, fontsize="small")
     file = io.StringIO()

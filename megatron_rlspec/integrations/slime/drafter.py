@@ -58,8 +58,8 @@ class AdoptedMTP(MTPDrafter):
 class SlimeMTP(DrafterTraining):
     """The MTP layers of slime's model: frozen while slime wraps it into DDP.
 
-    Make it right after the model is built, before slime wraps that; call `thaw` once slime has loaded a checkpoint
-    (`hooks.py` does both).
+    Make it right after the model is built, before slime wraps the model. Call `make_ready` once slime has loaded a
+    checkpoint (`hooks.py` does both).
     """
 
     def __init__(
