@@ -40,7 +40,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings, "add_help": False})
         self.example = example
         self.first = first
-        # (False, option, others) by `needs`: others are refused without the option. (True, ...) by `excludes`: with it.
+        # (False, option, others) by `needs`: the others are refused without the option. (True, option, others) by
+        # `excludes`: they are refused with it. `others` are names with spaces between them.
         self._rules: list[tuple[bool, str, str]] = []
         # argparse's own --help is not added: it prints every option
         if add_help:
@@ -75,7 +76,10 @@ class Parser(argparse.ArgumentParser):
         self._rules.append((True, given, options))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and refuse options without effect. An option counts as given if it differs from its default."""
+        """Parse, and refuse options without effect (`needs`, `excludes`). `parse_args` calls it, too.
+
+        An option counts as given if its value differs from its default.
+        """
         parsed, rest = super().parse_known_args(args, namespace)
         for refused_with, other, options in self._rules:
             if self._given(other, parsed) != refused_with:
@@ -175,7 +179,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def _first_clauses(text: str) -> str:
-    """Return as many clauses of an option's help as fit into `FIRST_TEXT` characters, one at least, and its default."""
+    """Return as many clauses of an option's help as fit into `FIRST_TEXT` characters, one at least, and its default.
+
+    The default does not count for the length.
+    """
     text, _, default = text.partition(" (default ")  # as `add_argument` writes it
     short = ""
     for clause in text.split("; "):

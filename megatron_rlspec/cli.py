@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[0] not in COMMANDS:
         names = ", ".join(COMMANDS)
         sys.exit(_complain(f"unknown command {argv[0]!r}; expected one of: {names}", 2))
-    # All of this before the command is imported: Megatron warns at its import, and OpenMP reads its variable once.
+    # The lines below come before the command is imported: Megatron warns at its import, and OpenMP reads its variable
+    # once.
     if not os.path.exists(GPU_DEVICE):
         warnings.filterwarnings("ignore", MEGATRON_FALLS_BACK, UserWarning)
         # OpenMP's idle threads would spin. Where others use the cores, too, a step takes 40 times as long.
@@ -133,7 +134,8 @@ def run(act: Callable[[], object]) -> int:
         code = exit_code(error)
         if code is None:
             raise
-        # These errors can concern one rank alone. Most others happen on every rank alike, and rank 0 prints them.
+        # An error with `every_rank`, or an allocation that failed, can concern one rank alone, which must print it
+        # itself. Most other errors happen on every rank alike, and rank 0 prints them.
         every_rank = getattr(error, "every_rank", False) or _out_of_memory(error)
         return _complain(_message(error), code, every_rank)
     return result if isinstance(result, int) else 0
@@ -201,7 +203,7 @@ def _message(error: Exception) -> str:
 def _complain(message: str, code: int, every_rank: bool = False) -> int:
     """Print the message on one line of stderr, on rank 0 only unless `every_rank`. Returns `code`.
 
-    every_rank  whether ranks other than 0 print it, too: it can concern one of them alone
+    every_rank  whether ranks other than 0 print it, too: the error can concern one of them alone
     """
     message = texts.printable(" ".join(message.split()))
     rank = os.environ.get("RANK", "0")

@@ -40,11 +40,12 @@ class PolicyTokens:
 
     All but `sequence_ids` are of floating point, and 0 where `mask` is 0. They are copies: a function may change them.
 
-    logprobs            of the tokens under the policy being trained; carries the gradient
-    old_logprobs        under the policy before the first update of the step (algorithm.old_logprobs)
-    behaviour_logprobs  as the engine that sampled the tokens reported them
+    logprobs            log-probabilities of the tokens under the policy being trained; carries the gradient
+    old_logprobs        the same under the policy before the first update of the step; the engine's own with
+                        algorithm.old_logprobs=engine. Without gradient
+    behaviour_logprobs  the same as the engine that sampled the tokens reported them. Without gradient
     advantages          of the tokens' samples
-    entropy             of the policy at each position; carries a gradient
+    entropy             of the policy at each position, nats; carries a gradient
     mask                1 where a token is trained
     sequence_ids        int64, number of the token's sample within the step; -1: padding
     staleness           steps between the policy that sampled the token and this one; None with rollout.staleness=0
@@ -90,7 +91,10 @@ class RewardedGroup:
 
 
 class Advantage(Protocol):
-    """Return one finite advantage for each sample, `[n]`; every token of a sample gets it."""
+    """Return one finite advantage for each sample, `[n]`, of at most `MOST`; every token of a sample gets it.
+
+    Samples whose reward failed need one, too: `known` is False for them.
+    """
 
     def __call__(self, group: RewardedGroup, /) -> Sequence[float]: ...
 
@@ -202,7 +206,7 @@ def _check_signature(option: str, function: Any) -> None:
 def named(option: str, function: Callable[..., Any]) -> str:
     """Return how the message of an error begins: `OPTION=NAME (FILE:LINE)` for a function that `load` returned.
 
-    Tests and Python callers pass plain functions. For these it is `option`.
+    FILE:LINE is where the function is defined. Tests and Python callers pass plain functions: the result is `option`.
     """
     return str(getattr(function, "named", option))
 

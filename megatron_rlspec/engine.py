@@ -98,9 +98,9 @@ class EngineDescription(TypedDict):
 class RolloutEngine(Protocol):
     """One engine. Calls block; `rollout/pool.py` spreads them over threads and engines, and has a name for each.
 
-    In a run only rank 0 calls engines. An update of weights is `begin_update`, `send` for each bucket, `end_update`:
-    after a failure, too, with the error. `stats` and `spec_rule_report` reset what they return: a second reader would
-    miss it.
+    In a run only rank 0 calls engines. An update of weights is `begin_update`, `send` for each bucket, and
+    `end_update`, which must follow after a failure, too, with the error. `stats` and `spec_rule_report` reset what they
+    return: a second reader would miss it.
 
     Every method raises EngineError if the engine refuses, fails or is gone; `alive` and `close` never do.
     """
@@ -173,7 +173,9 @@ class RolloutEngine(Protocol):
         """Enable speculation again under the latest configuration or rule. Does nothing if speculation is not held."""
 
     def sleep(self) -> None:
-        """Release memory while the trainer has the GPU. Only `wake` may follow. The embedded engine does nothing.
+        """Release memory while the trainer has the GPU. Until `wake` only `alive` and `close` may be called.
+
+        The embedded engine does nothing.
 
         An SGLang engine loses its weights. It keeps its running samples, and computes their KV cache anew.
         """

@@ -122,7 +122,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or directory is on the disk."""
+    """Wait until the content of a file, or the names in a directory, are on the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -137,8 +137,9 @@ def sync(path: Path) -> None:
 def locked(path: str | Path) -> Iterator[None]:
     """Hold the lock of a file during the block. The file and its directory are made if they are missing.
 
-    The system frees the lock when the process ends, however it ends. A file system without locks gets one line on
-    stderr. Raises FileError at once if another process has it, or this one already, and OSError, which names `path`.
+    The system frees the lock when the process ends, however it ends. On a file system without locks the block runs
+    without one, after a line on stderr. Raises FileError at once if another process has the lock, or this one already,
+    and OSError, which names `path`.
     """
     with _naming(Path(path)):
         handle = _locked(Path(path))

@@ -1,7 +1,7 @@
 """The RL loop, the supervised warm start before it, and replays of a recorded run.
 
-Every rank runs these lines. `Session` (run/session.py) implements the steps, most of which are collective: all ranks
-must call them in the same order. Only rank 0 talks to the engines.
+`commands/training.py` calls one of these functions on every rank. `Session` (run/session.py) implements the steps, most
+of which are collective: all ranks must call them in the same order. Only rank 0 talks to the engines.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Fit:
-    """Computes how engines of a model fit beside trainer ranks.
+    """Computes how engines of a model fit beside trainer ranks. It changes nothing, and may be used for any `config`.
 
     hf_config   config.json of the policy, with an EAGLE-3 drafter's under `models.config.DRAFTER`
     parameters  number of all parameters of the model, drafter included

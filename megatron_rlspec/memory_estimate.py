@@ -1,8 +1,11 @@
 """Estimate what a run needs on its GPUs: the bytes of a trainer rank and of an SGLang engine.
 
-`rlspec train --dry-run` prints these figures. A run gives its engines memory by them. Both refuse what does not fit.
-`memory_choices.py` chooses by them what the user left open. Everything here is arithmetic. It is a file of its own
-because `train/` and `rollout/` use it, and never import each other.
+`rlspec train --dry-run` prints these figures. A run gives its engines memory by them. The dry run and the run refuse
+what does not fit. `memory_choices.py` chooses by these figures what the user left open.
+
+Everything here is arithmetic: no GPU is asked. It is a file of its own because `train/` and `rollout/` use it, and
+never import each other. A figure that is too low can let a run end out of memory; one that is too high refuses runs
+that would fit.
 
 All sizes are bytes unless a name says otherwise; `gpu` is the memory of one GPU. `hf_config` is the policy's
 config.json, with an EAGLE-3 drafter's under `DRAFTER`.
@@ -27,7 +30,7 @@ PROCESS_BYTES = 2 * GIB
 SPARE = 0.05
 # What SGLang 0.5.23 leaves free when it is given no share (`arg_groups/memory_hook.py`).
 BASE = 512 * MIB  # for its attention
-# least memory of a GPU, prefilled tokens
+# (least memory of a GPU, tokens that a prefill then has at most), the largest GPUs first
 PREFILLS = (160 * GIB, 16384), (60 * GIB, 8192), (20 * GIB, 4096), (0, 2048)
 PREFILL_TOKEN = 3 * MIB // 2  # for each token of a prefill
 GRAPH_REQUEST = 2 * MIB  # for each request in a CUDA graph
@@ -48,8 +51,8 @@ CONTEXT_ROWS = 4  # further rows of the hidden size for each context-parallel ra
 OUTPUT_CHUNKS = 2 * GIB  # most bytes of the output layer's logits: it computes them in chunks
 # Page tables, [batch, context] int32, of one backend of FlashAttention 3 with drafts (`flashattention_backend.py`).
 PAGE_TABLES = 4
-# A graph of a model of 7B parameters on one GPU. 459 graphs of 8 of its layers took 2.9 GB on an H100. The sizes are
-# estimates for all layers, buffers for activations included.
+# Size on one GPU of one CUDA graph of the target, and of the drafter, of a model of 7B parameters: estimates for all
+# layers, buffers for activations included. Measured on an H100: 459 graphs of 8 of its layers took 2.9 GB.
 TARGET_GRAPH_GIB = 0.02
 DRAFTER_GRAPH_GIB = 0.005
 
@@ -84,12 +87,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes that one engine needs.
+    """What one engine needs: bytes, but for `tensor` and `longest`.
 
     tensor       number of its GPUs
-    weights      of target and drafter, over all its GPUs
-    token        KV cache of one token, target and drafter, over all its GPUs
-    longest      tokens of the longest sample
+    weights      of target and drafter, over all its GPUs together
+    token        KV cache of one token, target and drafter, over all its GPUs together
+    longest      number of tokens of the longest sample, prompt included
     cuda_graphs  on one GPU
     attention    on one GPU: page tables of FlashAttention 3, or workspaces of FlashInfer
     working      on one GPU, beside weights and KV cache: the two above, logits and prefills
@@ -246,6 +249,7 @@ def engine_memory(
     prefill = next(tokens for least, tokens in PREFILLS if gpu >= least)
     prefill_graphs = PREFILL_GRAPHS[bool(hf_config.get("kv_lora_rank"))]
     sglang_leaves = BASE + prefill * PREFILL_TOKEN + batch * GRAPH_REQUEST
+    # as SGLang, an eighth of a GiB for each GPU of the engine
     sglang_leaves += prefill_graphs + tensor * GIB // 8
 
     verified_rows = batch * (1 + max(config.spec.steps))
@@ -285,7 +289,12 @@ def _graph_bytes(batch: int, drafting: Sequence[int]) -> int:
 def _page_table_bytes(batch: int, context: int, drafting: Sequence[int]) -> int:
     """Return the bytes of FlashAttention 3's page tables in an engine.
 
-    Each number of drafts k has a backend to verify, one to extend the drafter, and k - 1 to draft.
+    Each number of drafts k has a backend to verify, one to extend the drafter, and k - 1 to draft: k + 1 in all, and 2
+    for k = 0.
+
+    batch     most requests of a round
+    context   length of the context, tokens: `engine_context`
+    drafting  numbers of drafts above 0
     """
     table = batch * context * 4
     if not drafting:
@@ -350,6 +359,7 @@ def needed_tokens(config: Config, engines: int) -> int:
     running samples are half done on average.
     """
     samples = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    # samples of one engine, rounded up, but no more than it decodes together
     at_once = min(config.rollout.max_running_requests, -(-samples // engines))
     return max(config.model.max_length, at_once * config.model.max_length // 4)
 

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 19  # elements hashed at once on a CPU; they fit into its cache
-_CHUNK_ON_DEVICE = 1 << 24  # 128 MiB of float64
+# Most elements [rows x vocabulary] that are hashed at once, by whole rows:
+_CHUNK = 1 << 19  # on a CPU; they fit into its cache
+_CHUNK_ON_DEVICE = 1 << 24  # on a GPU: 128 MiB of float64
 
 
 def _i32(x: int) -> int:

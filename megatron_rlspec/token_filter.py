@@ -43,6 +43,7 @@ def filtered(
     # `bool` waits for the device, so this condition comes last.
     if cut == probs.shape[-1] or (max_top_k is not None and max_top_k < cut) or bool(exact.all()):
         return result
+    # `result` is a tensor of this call: `probs` itself is not written to
     for rows in exact.logical_not().nonzero().view(-1).split(WHOLE_ROWS):
         limits = (top_ks[rows], top_ps[rows], None if min_ps is None else min_ps[rows])
         result[rows], _ = _filter_by_largest(probs[rows], probs.shape[-1], *limits)
@@ -73,8 +74,8 @@ def _filter_by_largest(
         unlimited &= min_ps.view(-1, 1) <= 0
     # Tokens before the first one to drop. The first token never is one: top_k >= 1, top_p >= 0 and min_p <= 1.
     count = (drop.cumsum(-1, dtype=torch.int32) == 0).sum(-1, keepdim=True)
-    # Tokens above `least` stay, and of those that equal it the first `ties`. In a row without limits these are 0.0 and
-    # V, so that every token stays.
+    # `least` is the smallest probability that stays. Tokens above it stay, and of those that equal it the first `ties`.
+    # In a row without limits `least` is 0.0 and `ties` is V, so that every token stays.
     least = ordered.gather(-1, count - 1).masked_fill_(unlimited, 0.0)
     ties = (count - (ordered > least).sum(-1, keepdim=True)).masked_fill_(unlimited, vocabulary)
     equal = probs == least

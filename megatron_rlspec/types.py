@@ -289,10 +289,12 @@ class Sample:
 
     @property
     def prompt_len(self) -> int:
+        """Return the number of prompt tokens, which is the index of the first response token."""
         return len(self.prompt.tokens)
 
     @property
     def response(self) -> np.ndarray:
+        """Return the response tokens `[R]`: a view, so writing to it changes `tokens`."""
         return self.tokens[self.prompt_len :]
 
 

@@ -24,8 +24,8 @@ class Command(NamedTuple):
     example: str
 
 
-# In the order of `rlspec --help`. A command that computes with a model in its own process also belongs in
-# `cli.COMPUTING`.
+# The name that a user types -> the command, in the order of `rlspec --help`. A command whose process trains or
+# generates with a model, and should keep freed memory for its next tensors, also belongs in `cli.COMPUTING`.
 COMMANDS = {
     "train": Command(
         "commands.training:train",

@@ -1,7 +1,8 @@
 """`rlspec answer`: let a model write answers to prompts, on which `rlspec sft` trains a drafter.
 
-`commands/training.py` parses the options and calls `answer`. `journal.py` writes the file. An interrupted command goes
-on where it ended. Under the position-keyed verifier the file then has the texts of a command that was not interrupted.
+`commands/training.py` parses the options and calls `answer`, in one process. `journal.py` writes the file. After an
+interruption the same command, started again, writes the answers that are missing. Under the position-keyed verifier the
+file then has the texts of a command that was not interrupted.
 """
 
 from __future__ import annotations
@@ -107,12 +108,13 @@ def requests(config: Config, prompts: Sequence[Prompt]) -> Iterator[Request]:
 
 
 def settings(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return all settings from which the texts of answers follow: the content of `FILE.settings.json`.
+    """Return the settings from which the texts of answers follow: the content of `FILE.settings.json`.
 
-    If one of them differs, `Journal` refuses to add to the file. So a new field of `types.Sampling` ends the use of
-    files that exist. With drafts that cannot change a text, [spec] and the drafter are left out.
+    With rollout.urls `answer` adds the key "served". If one of the settings differs, `Journal` refuses to add to the
+    file. So a new key here, or a new field of `types.Sampling`, ends the use of files that exist. Under the
+    position-keyed verifier drafts cannot change a text: the other options of [spec] and the drafter are then left out.
 
-    prompts  all prompts of `data.path`
+    prompts  all prompts of `data.path`, also those that `answer.prompts` leaves out
     """
     shared: dict[str, Any] = {
         "model": identity.of_model(config.model.path),
@@ -138,6 +140,7 @@ def _served_weights(config: Config) -> str:
 
     Raises ConfigError if the engines hold different weights.
     """
+    # `start` connects to the URLs and launches nothing, so the directory of its logs stays unused
     pool = EnginePool(KINDS[config.rollout.engine].start(config, Path(), GpuLayout()).wait())
     by_engine = pool.call_all(lambda engine: sorted(engine.fingerprints().items()))
     digests = {identity.of_rows(fingerprints) for fingerprints in by_engine.values()}
@@ -153,10 +156,12 @@ def _generate(
     journal: Journal,
     tokenizer: Any,
 ) -> tuple[int, float]:
-    """Start engines, generate the missing answers and write them.
+    """Start engines, generate the missing answers and write them. The engines are closed at the end, after errors too.
 
-    An answer that was aborted is not written: the next run of the command generates it. Returns the number of tokens,
-    and the seconds that it took without the start. Raises EngineError.
+    An answer that was aborted is not written: the next run of the command generates it. Returns the number of response
+    tokens, and the seconds that it took without the start. Raises EngineError.
+
+    missing  at least one request, none of them in `journal.done`
     """
     logs = Path(config.answer.path + ".logs")
     starting = KINDS[config.rollout.engine].start(config, logs, layout(config))

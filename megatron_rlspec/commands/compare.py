@@ -5,7 +5,8 @@ difference between two drafters comes from the drafters alone. The table calls a
 its 95 % interval lies on one side of 0, otherwise "not shown". The intervals hold for this policy and for prompts like
 these.
 
-`rlspec compare POLICY NAME=DIR NAME=DIR ... --prompts FILE` prints the table.
+`rlspec compare POLICY NAME=DIR NAME=DIR ... --prompts FILE` prints the table. It makes an engine for each drafter, and
+`draw_each` measures it. Programs that have an engine push the drafters to it by `measure` (`examples/`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from megatron_rlspec.types import Prompt, Request, Sample, Sampling, SpecConfig
 RESAMPLES = 2000  # of the prompts, for an interval
 MOST_REQUESTS = 256  # that the embedded engine decodes at once
 TOTAL_TOKENS = 131_072  # in the embedded engine's KV cache
-# tokens in that cache beyond one whole sample: a round also writes drafts that are refused
+# tokens in that cache beyond one whole sample: a round also writes drafts that are refused. `EmbeddedEngine` demands
+# `config.spec.MOST_DRAFTS` of them
 MARGIN = 64
 MOST_NEW_TOKENS = 1024  # by default
 STEPS = (1, 3, 5)  # default numbers of drafts a round
@@ -195,7 +197,7 @@ def draw(
 
 
 def rounds_of(sample: Sample) -> tuple[int, int]:
-    """Return the number of verify rounds of a sample, and of the drafts that they delivered."""
+    """Return the number of verify rounds of a sample, and of the drafts that they delivered: (0, 0) without rounds."""
     # `Sample.accepted[i]` rounds delivered i drafts each
     accepted = sum(drafts * count for drafts, count in enumerate(sample.accepted))
     return sum(sample.accepted), accepted
@@ -222,6 +224,7 @@ def parser() -> arguments.Parser:
         metavar="FILE",
         help="TOML file of a run: its [data] makes prompts of rows",
     )
+    # from 2: with one prompt every resample is the same
     add("--count", type=arguments.integer(2, 10**6), default=512, help="prompts; default: 512")
     add(
         "--steps",
@@ -260,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     drafters = {}
     for name, directory in directories.items():
         drafters[name] = read_with_drafter(options.policy, directory)
-    longest = read_hf(options.policy)[0]["max_position_embeddings"]
+    longest = read_hf(options.policy)[0]["max_position_embeddings"]  # in config.json
     new_tokens = options.max_new_tokens or min(MOST_NEW_TOKENS, longest // 2)
     if new_tokens >= longest:
         command.error(

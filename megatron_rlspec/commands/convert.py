@@ -1,4 +1,7 @@
-"""`rlspec convert`: its options and messages. `conversion/convert.py` and `conversion/drafter_files.py` do the work."""
+"""`rlspec convert`: its options and messages.
+
+`conversion/convert.py` converts models, and `conversion/drafter_files.py` makes EAGLE-3 drafters.
+"""
 
 from __future__ import annotations
 
@@ -112,12 +115,11 @@ def _convert(options: argparse.Namespace) -> None:
 def _check_model(work: Conversion) -> None:
     """Raise CheckpointError unless config.json and tokenizer come from the model that the run began with.
 
-    Nothing is checked if the state file was not moved with the checkpoint.
-
-    The run wrote the digest of its `model.path` to the state beside the checkpoint (`run/state_file.py`).
+    The run wrote the digest of its `model.path` to the state beside the checkpoint (`run/state_file.py`). Without that
+    file, which stays behind if only the checkpoint is moved, nothing is checked.
     """
     file = state_file.of(work.source.resolve())
-    if not file.exists():  # the checkpoint was moved without it
+    if not file.exists():
         return
     if state_file.read(file).values["identity"]["model.path"] != identity.of_model(
         work.small_files
@@ -139,7 +141,10 @@ def _add_eagle3(options: argparse.Namespace) -> None:
 
 
 def _convert_visibly(work: Conversion) -> None:
-    """Convert. At most every `TOLD_EVERY` seconds a line on stderr says how many parts are done."""
+    """Convert. At most every `TOLD_EVERY` seconds a line on stderr says how many parts are done.
+
+    `conversion.convert` calls `advance` once for each of `work.groups`.
+    """
     done = 0
     last_line = time.monotonic()
 

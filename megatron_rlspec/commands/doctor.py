@@ -74,6 +74,7 @@ def examine(names: Iterable[str] = tuple(UPSTREAM)) -> list[ProjectLine]:
     """Compare the installed versions of the named projects (keys of `UPSTREAM`) with those that fit.
 
     A project that is importable and has no version counts as fitting: a checkout on the path, as slime usually is.
+    Nothing is imported: `locate` looks for the file `__init__.py` of the package.
     """
     findings = []
     for name in names:

@@ -3,7 +3,9 @@
 A row holds token ids of prompt and response, both as text, why the response ended, and the row of the prompt.
 `tasks/columns.py` reads the rows for `rlspec sft`. The drafter learns these ids as they are: without tokenising the
 text again, and with an end token only where the model generated one. Every row is written when its answer is complete,
-so an interrupted command goes on where it ended.
+so a command that is started again after an interruption generates only the missing answers.
+
+`_read` and `add` are the two sides of the format of a row: change them together, and `tasks/columns.py` with them.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ class Journal:
         self._file = path.open("ab")
 
     def _read(self, path: Path, prompts: set[int]) -> None:
-        """Fill `done` from the file. Half a row at the end, which a killed command can leave, is cut off."""
+        """Fill `done` from the file. Half a row at the end, which a killed command can leave, is cut off.
+
+        prompts  ids of the prompts to answer
+        """
         with path.open("rb+") as file:
             content = file.read()
             whole_rows = content.rfind(b"\n") + 1  # bytes

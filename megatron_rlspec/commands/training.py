@@ -111,7 +111,7 @@ def _run(command: Command, argv: list[str]) -> None:
             try:
                 run_loop(config, interruption, extensions(config))
             finally:
-                runtime.leave()
+                runtime.leave()  # destroys the process groups, also after an error: otherwise NCCL prints a warning
 
 
 def _check(config: Config, command: Command) -> None:

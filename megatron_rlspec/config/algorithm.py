@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 from megatron_rlspec.config.base import FUNCTION, Name, Needs, Section, Weight
 from megatron_rlspec.config.model import LONGEST
 
-# Where options of the ratio have an effect. In the first optimizer step of a rollout the ratio is 1 if the trainer
-# recomputes the log-probs. So these options need engine log-probs, several updates, or a user's loss, which may read
-# every option.
+# Where options of the ratio have an effect. If the trainer recomputes the log-probs, the ratio is 1 in the first
+# optimizer step of a rollout. So these options need engine log-probs, several updates, or a user's loss, which may read
+# every option. One of the three is enough.
 RATIO = Needs("algorithm.old_logprobs=engine", "train.updates_per_rollout", "algorithm.loss")
 # Where tis_clip has an effect. With old_logprobs=engine both log-probs of the weight are the engine's: it is 1.
 WEIGHT = Needs("algorithm.old_logprobs=recompute", "algorithm.loss")

@@ -1,4 +1,4 @@
-"""What every section shares: field types with bounds, and the error that names a wrong option.
+"""What every section of the configuration shares: field types with bounds, and the error that names a wrong option.
 
 Every option that is a number is finite and has both bounds: a value outside of them is mistyped, not meant. A
 boolean is not a number, and a quoted number is not one either (on the command line, where everything is text, `load`
@@ -39,7 +39,10 @@ class ConfigError(ValueError):
 
 
 def expectation(error: Mapping[str, Any]) -> str:
-    """Return the message of one of pydantic's errors in the form of our own: `expected a valid integer`."""
+    """Return the message of one of pydantic's errors in the form of our own: `expected a valid integer`.
+
+    error  one of `ValidationError.errors()`
+    """
     message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "expected")
     message = message.replace("a valid boolean", "true or false").replace(
         "True, False", "true, false"

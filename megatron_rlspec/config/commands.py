@@ -1,4 +1,8 @@
-"""[sft], [answer], [replay]: what the commands beside `rlspec train` take."""
+"""[sft], [answer], [replay]: what the commands beside `rlspec train` take.
+
+`loop.py` runs `rlspec sft` and `rlspec replay`, and `commands/answer.py` `rlspec answer`. `run.py` checks the options
+that a command demands or refuses.
+"""
 
 from __future__ import annotations
 

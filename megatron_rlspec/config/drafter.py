@@ -21,7 +21,7 @@ from megatron_rlspec.config.base import (
     Tokens,
 )
 
-# those of `losses/drafter.py`; anything else is a function of the user's
+# drafter.loss: those of `losses/drafter.py`; any other value names a function of the user's
 LOSSES = ("ce", "forward_kl")
 
 

@@ -1,4 +1,8 @@
-"""Find options that a user gave and that have no effect, because another option switches their part off (`Needs`)."""
+"""Find options that a user gave and that have no effect, because another option switches their part off.
+
+A field states by `Needs` (`base.py`) what its option needs. `load.py` refuses options without effect.
+`run/inputs.py` reads single options by `option`.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _validated(
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_located(_one_line(error), path, overrides)) from None
-    for line in without_effect(config, given):
+    for line in without_effect(config, given):  # the first one is told
         raise ConfigError(_located(line, path, overrides))
     return config
 

@@ -1,6 +1,7 @@
 """[parallel], [placement], [push]: the ranks and GPUs of a run, and how weights travel between them.
 
-parallel.recompute=None is `auto` for users: `memory_choices.py` decides it before the run is built.
+`run/loading.py` places ranks and engines by [placement]. parallel.recompute=None is `auto` for users:
+`memory_choices.py` decides it before the run is built.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class RolloutConfig(Section):
 
     @property
     def max_lag(self) -> int:
-        """Return how many versions a token may be older than the policy that trains on it; 0: no older."""
+        """Return how many versions a token may be older than the policy that trains on it; 0: of the same version."""
         return self.staleness + self.partial
 
     @property

@@ -1,4 +1,7 @@
-"""A run directory: whether a run can start in it, and the lock that keeps other runs out. No import of torch."""
+"""A run directory: whether a run can start in it, and the lock that keeps other runs out.
+
+`commands/training.py` calls `claimed` before anything heavy is imported, so nothing here may import torch.
+"""
 
 from __future__ import annotations
 

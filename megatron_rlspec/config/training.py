@@ -20,7 +20,8 @@ from megatron_rlspec.config.base import (
     Weight,
 )
 
-# Some generators take 32 bits, and other streams have this seed plus a small number (`train/step.py`).
+# Some generators of random numbers take 32 bits, and some are seeded with train.seed plus a small number
+# (`train/step.py`). The bound leaves room for that.
 MOST_SEED = 2**31 - 1
 
 

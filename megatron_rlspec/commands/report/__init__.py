@@ -1,5 +1,9 @@
 """`rlspec report RUN_DIR`: one self-contained HTML page of a run."""
 
+# What follows ": " in the docstring is also the description in `--help` (`parser`), so it stays one line.
+# `records.py` reads the run directory, `figures.py` chooses the charts, `charts.py` draws them, and this file computes
+# the page's other values. `page.html.j2` shows them: it escapes all texts but the SVG, the style and the script.
+
 from __future__ import annotations
 
 import base64
@@ -21,7 +25,8 @@ from megatron_rlspec.records.metric_names import Metric
 from megatron_rlspec.speculation.acceptance import accept_length
 
 HERE = Path(__file__).parent
-SAMPLES_SHOWN = 40
+SAMPLES_SHOWN = 40  # the newest ones
+# key of the records -> label, in the order of the page
 TILES = {
     "rollout/reward": "reward",
     "rollout/accept_length": "accept length",
@@ -33,7 +38,7 @@ LAST_LEAST = 5  # least number of these steps
 
 
 class Tile(NamedTuple):
-    """The mean of a metric over the last `steps` steps that have it."""
+    """The mean of a metric over the last `steps` steps that have it. `label` is "" where the page shows the key."""
 
     key: str
     label: str
@@ -65,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{directory}: no metrics.jsonl with at least one step; "
             "expected a run directory of `rlspec train`"
         )
-    # an older page in a run directory is replaced
+    # An older page in the run directory is replaced; a file of another kind there, such as config.json, is not.
     inputs = {} if out.suffix == ".html" else {f"the run {directory}": directory}
     files.check_output(out, inputs)
     page = render(run)
@@ -108,7 +113,10 @@ def render(run: Run) -> str:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    """Return how a run was made: command, versions, ranks, date, steps and model."""
+    """Return how a run was made: command, versions, ranks, date, steps and model; without those that are not recorded.
+
+    Of a resumed run, command, versions and ranks are those of the newest start, and the date begins with the first.
+    """
     facts = {}
     times = [record["time"] for record in run.steps if "time" in record]
     if run.starts:
@@ -152,7 +160,10 @@ def _unusual(run: Run) -> list[tuple[Tile, Metric]]:
 
 
 def _samples(rows: Sequence[Record]) -> list[Record]:
-    """Return the template's values of the newest samples. `accepted[i]` counts the rounds that accepted i drafts."""
+    """Return the template's values of the newest samples, the newest first; NaN for a reward that failed.
+
+    `accepted[i]` counts the rounds that accepted i drafts.
+    """
     samples = []
     for row in reversed(rows[-SAMPLES_SHOWN:]):
         accepted = row["accepted"]
@@ -163,7 +174,7 @@ def _samples(rows: Sequence[Record]) -> list[Record]:
 
 
 def _glossary(drawings: Sequence[DrawnChart]) -> Mapping[str, Metric]:
-    """Return the entries of all keys that are drawn, by the keys of their families."""
+    """Return the entries of all keys that are drawn, by the keys of their families, such as `drafter/loss_<d>`."""
     glossary: dict[str, Metric] = {}
     for drawing in drawings:
         for series in drawing.series:

@@ -1,4 +1,8 @@
-"""Which charts a report has (`CHARTS`), and their values from the records of a run. `charts.py` draws them."""
+"""Which charts a report has (`CHARTS`), and their values from the records of a run. `charts.py` draws them.
+
+To add a chart, add it to `CHARTS`. Its keys must be those of `records/metric_names.toml`. A chart without values, or
+whose values never change, is left out.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ class Chart(NamedTuple):
     """A chart of a run.
 
     keys        key of the records -> label. `prefix_<x>` stands for every key with that prefix; `{}` in its label is x
-    evaluation  field of evaluation events, whose values are drawn as diamonds
-    stacked     as bars
+    evaluation  field of evaluation events, whose values are drawn as diamonds; not with `stacked`
+    stacked     drawn as stacked bars; otherwise as lines
     """
 
     title: str
@@ -112,7 +116,7 @@ CHARTS = (
 
 
 def of_run(run: Run) -> list[DrawnChart]:
-    """Return every chart of the run whose values are not all equal, in the order of `CHARTS`."""
+    """Return every chart of the run in which a series `varies`, drawn, in the order of `CHARTS`."""
     drawings = []
     for chart in CHARTS:
         series = _series(run.steps, chart.keys)
@@ -152,9 +156,10 @@ def number(value: object) -> float:
 
 
 def evaluations(events: Records, field: str) -> list[Mark]:
-    """Return the evaluations on held-out prompts; a reward's 95 % interval takes its samples for independent.
+    """Return the evaluations of all sets of held-out prompts that have the field, in the order of the events.
 
-    A resumed run can repeat an evaluation. The newest one counts.
+    A reward has a 95 % interval, which takes its samples for independent; other values have none. A resumed run can
+    repeat the evaluation of a set at a step: the newest one counts.
     """
     marks: dict[tuple[str, float], Mark] = {}
     for event in events:
@@ -171,7 +176,7 @@ def evaluations(events: Records, field: str) -> list[Mark]:
 
 
 def _series(records: Records, keys: Mapping[str, str]) -> list[Series]:
-    """Return a series for each of the keys that has values."""
+    """Return a series for each of the keys that has values, in different colours; the configuration "off" is grey."""
     series: list[Series] = []
     for pattern, label in keys.items():
         for key, name in _expand(records, pattern, label):

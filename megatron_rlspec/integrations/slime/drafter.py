@@ -1,9 +1,11 @@
 """The MTP layers of slime's model, as a drafter with a step of its own.
 
 slime builds, loads, saves and pushes the MTP layers. It wraps the whole model into one DDP and one optimizer. The MTP
-layers are frozen (`requires_grad` False) meanwhile, so that neither contains them. Afterwards they get gradient buffers
-and an AdamW of their own. They are trainable only while they learn: Megatron's gradient finalisation runs over every
-trainable parameter of the model and would include them. slime's own MTP loss never runs.
+layers are frozen (`requires_grad` False) meanwhile, so that neither DDP nor optimizer contains them. Afterwards they
+get gradient buffers and an AdamW of their own. They are trainable only inside `SlimeMTP.trainable`: Megatron's gradient
+finalisation runs over every trainable parameter of the model and would include them. slime's own MTP loss never runs.
+
+`hooks.py` makes a `SlimeMTP` on each rank of the last pipeline stage.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class SlimeMTP(DrafterTraining):
             options.drafter,
             slime_objective(options, args),
             temperature=args.rollout_temperature,
-            clip_grad=args.clip_grad,  # which clips the policy's norm by itself
+            clip_grad=args.clip_grad,  # slime clips the norm of the policy's gradient without the drafter's
         )
         family = FAMILIES.get(hf_config["architectures"][0])
         self._zero_first_embedding = family is not None and family.zero_first_embedding
@@ -126,7 +128,7 @@ class SlimeMTP(DrafterTraining):
             rotary_pos_sin=given.get("rotary_pos_sin"),
             packed_seq_params=given.get("packed_seq_params"),
         )
-        return [self.gather(out)[:, 0]]
+        return [self.gather(out)[:, 0]]  # [t, 1, H] without its batch dimension
 
     @contextmanager
     def trainable(self) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """An EAGLE-3 drafter inside slime: a model of its own, which slime does not know, beside slime's policy.
 
-It is loaded from `--drafter.path`, then from slime's checkpoints, which get its weights, its moments, and a Hugging
-Face directory `hf_drafter` that engines can be started with. A push sends its tensors after the policy's, with
-`models.config.PREFIX` before their names.
+It is loaded from `--drafter.path`, and in a resumed run from slime's checkpoint, into which `hooks.py` writes its
+weights, its moments, and a Hugging Face directory `hf_drafter` that engines can be started with. A push sends its
+tensors after the policy's, with `models.config.PREFIX` before their names.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ HF_DRAFTER = "hf_drafter"  # within `hooks.FOLDER`
 class SlimeEagle3(DrafterBeside):
     """The drafter of one rank. Every rank has one; `DrafterBeside` says what the pipeline stages do.
 
+    `hooks.py` makes it and calls `tensors` in every push, `write` at a save, and `copy_weights` or `read` after a load.
     Raises CheckpointError for a drafter that does not fit the policy.
     """
 
@@ -48,7 +49,7 @@ class SlimeEagle3(DrafterBeside):
             hf_config,
             drafter_files.read_drafter(path),
             temperature=args.rollout_temperature,
-            clip_grad=args.clip_grad,  # which clips the policy's norm by itself
+            clip_grad=args.clip_grad,  # slime clips the norm of the policy's gradient without the drafter's
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -84,7 +85,7 @@ class SlimeEagle3(DrafterBeside):
     def write(self, folder: Path, main: bool) -> None:
         """Write the directory `folder/hf_drafter` on the `main` rank, in the form of `drafter.path`; collective."""
         tensors = [(name, tensor.cpu()) for name, tensor in self.tensors()]
-        if not main:  # the others have taken part in `tensors`
+        if not main:  # this rank has taken part in `tensors`, and has nothing to write
             return
         assert self.vocabulary is not None
         target = folder / HF_DRAFTER

@@ -1,8 +1,8 @@
 """The push contract for slime's engines: `after_push` checks that every engine holds what slime pushed.
 
-The engines are plain `sglang.launch_server` processes with the plugin (`RLSPEC_SGLANG` set), which adds the routes that
-are used here. This file imports no slime, no Ray and no Megatron: `push.py` and `rollout.py` call it from slime's own
-classes. `speculation.py` sets the engines' rules.
+The engines are plain `sglang.launch_server` processes with this package's plugin (`RLSPEC_SGLANG` set), which adds the
+routes that are used here. This file imports no slime, no Ray and no Megatron: `push.py` and `rollout.py` call it from
+slime's own classes. `speculation.py` sets the engines' rules.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class SlimePushes(Pusher):
         return PushReport(version, scope, 0.0, 0, len(self.expected), 0.0, 0.0, reports)
 
     def _compared(self, engine: Any, version: int) -> EngineReport:
-        """Return what an engine holds otherwise than sent, and whether it reports `version`. Raises EngineError."""
+        """Return a report of the tensors that the engine holds otherwise than sent, with an error for another version.
+
+        Raises EngineError.
+        """
         difference = self.compare_with(engine)
         reported = engine.version()
         error = "" if reported == str(version) else f"names version {reported}, expected {version}"
@@ -93,7 +96,8 @@ def after_push(
     health = Health(
         pushes,
         is_drafter,
-        lambda name, engine: None,  # `speculation.py` sets the rule before each rollout
+        # `Health` would let a repaired engine speculate by this: `speculation.py` sets the rule before each rollout
+        lambda name, engine: None,
         incident=lambda record: logger.error("rlspec: %s", summary(record)),
     )
     source: Any = push_again

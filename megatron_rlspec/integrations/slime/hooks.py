@@ -4,8 +4,9 @@
 functions of `slime.backends.megatron_utils.model`: they load and save a checkpoint, make a micro-batch, train a step.
 `push.py` wraps weight updates. Everything else of slime runs unchanged. `plan.FUNCTIONS` has the dotted paths.
 
-A rank with an MTP drafter is a rank of the last pipeline stage; an EAGLE-3 drafter has an object on every rank. All
-functions here run on all train ranks in the same order, since most of them are collective.
+With an MTP drafter, the ranks of the last pipeline stage have a drafter object (`_drafter`), and the others None. With
+an EAGLE-3 drafter every rank has one. All functions here run on all train ranks in the same order, since most of them
+are collective.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "rlspec-drafter"  # within an iteration's folder of slime's checkpoints
 
 _drafter: SlimeMTP | SlimeEagle3 | None = None  # of this rank, once the model is built
-_prediction: Prediction | None = None  # of all steps so far on this rollout's samples
+_prediction: Prediction | None = None  # sum over all steps so far on this rollout's samples
 
 
 def init(args: Namespace) -> None:

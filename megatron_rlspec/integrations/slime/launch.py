@@ -1,9 +1,10 @@
 """`rlspec slime -- COMMAND`: run slime's own command line with a trained drafter and speculating engines.
 
-Hook paths, SGLang flags and environment are added and printed. Our hooks call the user's functions, and the user's
-other flags stay. Without `rlspec slime` in front, the command runs slime unchanged. This file imports nothing of slime:
-the command may run on another machine. `plan.py` decides what is added, and `refusals.py` what is refused; this file
-puts it into the command and runs that.
+It adds hook paths, SGLang flags and environment variables to the command, and prints them. Our hooks call the user's
+functions, and the user's other flags stay. Without `rlspec slime` in front, the command runs slime unchanged.
+
+`plan.py` decides what is added, and `refusals.py` what is refused; this file completes the command and runs it. It
+imports nothing of slime, because slime may run on another machine.
 """
 
 from __future__ import annotations

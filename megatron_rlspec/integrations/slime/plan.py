@@ -1,7 +1,7 @@
 """Decide what `rlspec slime` adds to a slime command line. Imports nothing of slime and starts nothing.
 
-Flags are those of slime's parser; `--sglang-X` becomes SGLang's option `--X`. slime's processes read the settings by
-`options.py`.
+`launch.py` calls `plan` and writes the additions into the command. Flags are those of slime's parser; `--sglang-X`
+becomes SGLang's option `--X`. slime's processes read `Additions.settings` by `options.py`, whose fields give the names.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def _add_speculation(
         added.add_flag(user_flags, refusals.ALGORITHM, "EAGLE")
     added.add_flag(user_flags, NUM_STEPS, str(start))
     added.add_flag(user_flags, "--sglang-speculative-eagle-topk", "1")
+    # SGLang expects num_steps + 1 for chains (topk 1)
     added.add_flag(user_flags, "--sglang-speculative-num-draft-tokens", str(start + 1))
 
 
@@ -216,6 +217,7 @@ def _captured_graphs(user_flags: Flags, candidates: Sequence[int]) -> dict[str, 
     """
     gpus = whole_number(user_flags.get("--rollout-num-gpus-per-engine")) or 1
     max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
+    # the last assignment stays: that of the first flag of MAX_BATCH that is given
     for flag in reversed(MAX_BATCH):
         max_batch = whole_number(user_flags.get(flag)) or max_batch
     layers = whole_number(user_flags.get("--num-layers"))

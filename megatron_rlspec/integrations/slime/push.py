@@ -1,9 +1,10 @@
 """The health contract around slime's own weight updates, on its train ranks.
 
-`wrap()` wraps `update_weights` of slime's updaters (CUDA IPC, NCCL, disk). Tensors are fingerprinted where the
-updater has them under the checkpoint's names. Afterwards rank 0 asks every engine what it holds. A second push is
-collective, like the first: rank 0 decides, and the others follow. The full disk update ends in slime's
-driver, after these ranks have finished: its fingerprints are written beside its files, for `rollout.py`.
+`hooks.init` calls `wrap`, which wraps `update_weights` of the updater that slime uses (CUDA IPC, NCCL or disk). Tensors
+are fingerprinted where the updater has them under the checkpoint's names. After an update by CUDA IPC or NCCL, rank 0
+asks every engine what it holds. A second push is collective, like the first: rank 0 decides, and the others follow. An
+update through the disk ends in slime's driver, after these ranks have finished: its fingerprints are written beside its
+files, and `rollout.py` asks the engines.
 
 Every function that wraps a method of slime runs on all train ranks in the same order. Collectives here use slime's gloo
 group: slime destroys its NCCL groups when it gives its GPUs away.

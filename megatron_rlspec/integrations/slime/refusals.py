@@ -26,7 +26,7 @@ from megatron_rlspec.rollout.sglang.settings import APART, MIXED_CHUNK, REJECTIO
 
 ALGORITHM = "--sglang-speculative-algorithm"
 REMOVE = "remove the flag, or run slime without rlspec"
-# The end of a sentence that begins with a model; also raised by `hooks.model_provider`, when the model is built.
+# The end of a message that begins with a model; `hooks.model_provider` raises it, too, when the model is built.
 HIDDEN_MTP = (
     "holds no MTP layer itself, so slime would train it with the policy; run slime without rlspec"
 )
@@ -123,7 +123,7 @@ def why_not_keyed(user_flags: Flags) -> str:
     flag = attention_ranks(user_flags)
     if flag:
         return f"position_keyed was never run with {flag}"
-    # Other samplers end an engine at a seed beside top-p or top-k.
+    # Other samplers end an engine at a request that has a seed and top-p or top-k.
     sampler = user_flags.get(SAMPLER, "pytorch")
     if sampler != "pytorch":
         return f"{SAMPLER} {sampler} samples without seeds; position_keyed expects pytorch"

@@ -1,8 +1,8 @@
 """The rollout function that slime's RolloutManager calls: set the engines' rules, learn, and log acceptance.
 
-Importing this module replaces two functions of slime: one counts accepted drafts, the other seeds samples. The module's
-state below belongs to the one RolloutManager process of a run. slime finds `generate_rollout` and `log_rollout` by the
-dotted paths in `plan.FUNCTIONS`.
+Importing this module replaces two functions of slime (at the end of this file): one counts accepted drafts, the other
+gives samples their seeds. The module's state below belongs to the one RolloutManager process of a run. slime finds
+`generate_rollout` and `log_rollout` by the dotted paths in `plan.FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SLIME_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 _speculation: SlimeDraftRule | None = None  # made before the first rollout whose engines answer
 # Version of the last full update through the disk that was checked. Only such updates are checked here.
 _checked_version = 0
-# for the next `log_rollout`, which empties it; a later value of a name replaces an earlier one
+# metrics for the next `log_rollout`, which empties it; a later value of a name replaces an earlier one
 _metrics: dict[str, float] = {}
 _prompts: list[list[int]] = []  # token ids of the last rollout's first prompts, for canaries
 

@@ -50,10 +50,11 @@ class SlimeDraftRule(DraftRule):
         super().__init__(learning)
         settings = settings or HealthSettings()
         steps = [c.num_steps for c in configs if c.num_steps <= settings.canary_steps]
-        # of canaries; 0 drafts: no canary runs
+        # the configuration of canaries; with 0 drafts no canary runs
         self._chain = SpecConfig(max(steps, default=0))
         self._canary = Canary(settings)
-        self._canary_versions: dict[str, int] = {}  # of the latest canary, by URL
+        # URL -> version of the weights of the engine's latest canary
+        self._canary_versions: dict[str, int] = {}
 
     def before_rollout(
         self, urls: Sequence[str], prediction: Prediction | None
@@ -81,6 +82,7 @@ class SlimeDraftRule(DraftRule):
         prompts   token ids
         sampling  of the rollouts
         """
+        # `due`: later canaries may take a share of the run's time only (`HealthSettings.canary_share`)
         if not prompts or not self._chain.num_steps or not self._canary.due():
             return {}
         answered = self._engines(urls)(self._canary_version)
@@ -95,7 +97,7 @@ class SlimeDraftRule(DraftRule):
             self._chain,
             self.learning.accept_length(self._chain),
         )
-        # the canary leaves its chain behind; the rollout needs the rule
+        # The canary has set its chain as the engines' configuration. The rollout needs the rule, after failures, too.
         ask_logged(engines, self.set)
         if all(result.error for result in results.values()):
             return {}
@@ -136,7 +138,7 @@ class SlimeDraftRule(DraftRule):
         return partial(ask_logged, {url: SlimeEngine(url) for url in urls})
 
     def _canary_version(self, engine: Any) -> int | None:
-        """Return the version for which to run a canary; None if it ran already, or must not run."""
+        """Return the version of an engine's weights if a canary is to run for it; None if it ran, or must not run."""
         version = engine.version()
         if not version.isdigit():  # nothing was pushed yet: SGLang's own "default"
             return None

@@ -33,7 +33,8 @@ def write_prediction(folder: Path, rollout_id: int, prediction: Prediction) -> N
 def read_prediction(folder: Path, rollout_id: int) -> Prediction | None:
     """Read the prediction by training on a rollout before `rollout_id`; None if there is none.
 
-    One by training on this rollout or a later one is left from a run that was resumed at an earlier step.
+    A prediction by training on this rollout or a later one is left from a run that was then resumed at an earlier step:
+    it counts as none.
     """
     written = _read(folder / PREDICTION)
     if written is None or written["after_rollout"] >= rollout_id:
