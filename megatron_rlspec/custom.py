@@ -48,7 +48,8 @@ class PolicyTokens:
     entropy             of the policy at each position, nats; carries a gradient
     mask                1 where a token is trained
     sequence_ids        int64, number of the token's sample within the step; -1: padding
-    staleness           steps between the policy that sampled the token and this one; None with rollout.staleness=0
+    staleness           steps between the policy that sampled the token and this one; None if rollout.staleness and
+                        rollout.partial are 0
     options             the section [algorithm]
     """
 

@@ -173,7 +173,9 @@ class RolloutEngine(Protocol):
         """Enable speculation again under the latest configuration or rule. Does nothing if speculation is not held."""
 
     def sleep(self) -> None:
-        """Release memory while the trainer has the GPU. Until `wake` only `alive` and `close` may be called.
+        """Release memory while the trainer has the GPU. Until `wake` it must neither generate nor take weights.
+
+        `stats` and `spec_rule_report` are read meanwhile (`adapt` in `run/rollouts.py`).
 
         The embedded engine does nothing.
 

@@ -186,7 +186,8 @@ def _likeliest(logprobs: Tensor, hashes: Tensor) -> Tensor:
 def seed_of(*parts: int) -> int:
     """Return a sampling seed below 2³¹, made from non-negative integers.
 
-    Zeros at the end do not count: (1, 2) and (1, 2, 0) give one seed. So callers that share a run give as many parts.
+    With up to four parts below 2³², zeros at the end do not count: (1, 2) and (1, 2, 0) give one seed. So callers that
+    share a run give as many parts.
 
     Interrupted runs and `rlspec answer` compute the seeds again when they go on, so the same parts must always give the
     same seed.

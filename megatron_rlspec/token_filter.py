@@ -43,7 +43,6 @@ def filtered(
     # `bool` waits for the device, so this condition comes last.
     if cut == probs.shape[-1] or (max_top_k is not None and max_top_k < cut) or bool(exact.all()):
         return result
-    # `result` is a tensor of this call: `probs` itself is not written to
     for rows in exact.logical_not().nonzero().view(-1).split(WHOLE_ROWS):
         limits = (top_ks[rows], top_ps[rows], None if min_ps is None else min_ps[rows])
         result[rows], _ = _filter_by_largest(probs[rows], probs.shape[-1], *limits)

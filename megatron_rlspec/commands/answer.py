@@ -156,7 +156,7 @@ def _generate(
     journal: Journal,
     tokenizer: Any,
 ) -> tuple[int, float]:
-    """Start engines, generate the missing answers and write them. The engines are closed at the end, after errors too.
+    """Start engines, generate the missing answers and write them. Launched engines end with it, after errors, too.
 
     An answer that was aborted is not written: the next run of the command generates it. Returns the number of response
     tokens, and the seconds that it took without the start. Raises EngineError.

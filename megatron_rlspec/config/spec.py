@@ -15,7 +15,7 @@ from megatron_rlspec.types import OFF, Drafts, SpecConfig, Verifier
 
 # Most drafter passes of one round. SGLang's buffers grow with them, and the embedded engine's cache has this many
 # columns beyond the longest sample (`rollout/embedded/engine.py`). `rollout/sglang/scheduler/coupled.py` has a buffer
-# for the drafts of a round behind the first, and `extensions/migration/embedded/move.py` reserves as many columns.
+# for the drafts of a round behind the first, and `extensions/migration/embedded/move.py` reserves one column more.
 MOST_DRAFTS = 64
 
 DraftSteps = Annotated[int, Field(ge=0, le=MOST_DRAFTS)]

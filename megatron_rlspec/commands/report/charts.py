@@ -108,7 +108,7 @@ def bars(series: Sequence[Series]) -> str:
     """
     steps = sorted({x for part in series for x, _ in part.points})
     groups = np.array_split(steps, min(len(steps), MOST_BARS))
-    # The bar of a step s reaches from s - 0.5 to s + 0.5, and a group's to the next group.
+    # A bar begins 0.5 before its first step and reaches to the next bar; the last one ends 0.5 behind its last step.
     edges = [group[0] - 0.5 for group in groups]
     edges.append(steps[-1] + 0.5)
     bottom = np.zeros(len(groups))

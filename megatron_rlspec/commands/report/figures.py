@@ -1,7 +1,7 @@
 """Which charts a report has (`CHARTS`), and their values from the records of a run. `charts.py` draws them.
 
-To add a chart, add it to `CHARTS`. Its keys must be those of `records/metric_names.toml`. A chart without values, or
-whose values never change, is left out.
+To add a chart, add it to `CHARTS`. Its keys must be those of `records/metric_names.toml`. A chart in which no series
+`varies` is left out.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def evaluations(events: Records, field: str) -> list[Mark]:
 
 
 def _series(records: Records, keys: Mapping[str, str]) -> list[Series]:
-    """Return a series for each of the keys that has values, in different colours; the configuration "off" is grey."""
+    """Return a series for each of the keys that has values. Colours repeat after ten; "off" is grey."""
     series: list[Series] = []
     for pattern, label in keys.items():
         for key, name in _expand(records, pattern, label):

@@ -1,8 +1,8 @@
 """An EAGLE-3 drafter inside slime: a model of its own, which slime does not know, beside slime's policy.
 
 It is loaded from `--drafter.path`, and in a resumed run from slime's checkpoint, into which `hooks.py` writes its
-weights, its moments, and a Hugging Face directory `hf_drafter` that engines can be started with. A push sends its
-tensors after the policy's, with `models.config.PREFIX` before their names.
+weights, its moments, and a Hugging Face directory `hf_drafter` that engines can be started with. A push also sends
+its tensors, with `models.config.PREFIX` before their names.
 """
 
 from __future__ import annotations

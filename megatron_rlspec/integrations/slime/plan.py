@@ -213,10 +213,10 @@ def _depth(user_flags: Flags, drafter: DrafterConfig, notes: list[str]) -> int:
 def _captured_graphs(user_flags: Flags, candidates: Sequence[int]) -> dict[str, Any]:
     """Return the content of SGLang's adaptive file: from each batch size on, the step counts to capture graphs for.
 
-    SGLang reads the keys as batch sizes (`speculation/graphs.py`, `slots`).
+    SGLang reads the keys as batch sizes (`speculation/graphs.py`, `adaptive_config`).
     """
     gpus = whole_number(user_flags.get("--rollout-num-gpus-per-engine")) or 1
-    max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs above 60 GiB
+    max_batch = 512 if gpus >= 4 else 256  # SGLang's own on GPUs of 60 to 160 GiB
     # the last assignment stays: that of the first flag of MAX_BATCH that is given
     for flag in reversed(MAX_BATCH):
         max_batch = whole_number(user_flags.get(flag)) or max_batch

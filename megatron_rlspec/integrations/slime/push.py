@@ -49,7 +49,7 @@ def wrap(args: Namespace, eagle3: Tensors | None = None) -> None:
 
     Call it once in a process: it changes slime's classes, and a second call would wrap the wrappers.
 
-    `eagle3`: further full tensors that every push sends after slime's, on every rank; collective.
+    `eagle3`: further full tensors that every push also sends, on every rank; collective.
     """
     iterator = HfWeightIteratorDirect
     distributed = UpdateWeightFromDistributed

@@ -75,9 +75,9 @@ class SlimeDraftRule(DraftRule):
         """Generate a few tokens for each of `prompts` with a fixed chain, before a rollout under new weights.
 
         If an engine's accept length is below its floor (`HealthSettings`), its speculation is disabled until a later
-        push. An engine runs one canary per version, and none while its speculation is disabled. Call it between
-        `before_rollout` and the rollout: it sets the rule again. Returns `health/canary_*`; {} if no canary was due or
-        none was answered.
+        push. An engine answers at most one canary per version, and gets none while its speculation is disabled. Call it
+        between `before_rollout` and the rollout: it sets the rule again. Returns `health/canary_*`; {} if no canary was
+        due or none was answered.
 
         prompts   token ids
         sampling  of the rollouts
