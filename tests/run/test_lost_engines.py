@@ -1,5 +1,6 @@
 """Engines that die or hang during a rollout: no sample is lost or doubled, or the run stops and can be resumed."""
 
+import re
 import signal
 import subprocess
 import time
@@ -98,7 +99,8 @@ def test_the_other_engine_draws_the_samples_of_a_silent_one(start, undisturbed, 
     assert drawn(tmp_path) == drawn(undisturbed)
     (event,) = [event for event in read_records(tmp_path / "events.jsonl") if event["kind"] == "engine"]
     assert "engine-0: left out, 1 remain:" in event["message"] and "silent for 10 s" in event["message"], event
-    assert "generate broke off" in event["message"], event  # in the middle, not between rollouts
+    # It was lost in a rollout, not in a push: in the middle of an answer, or on a busy machine before its first line.
+    assert re.search("generate (broke off|failed)", event["message"]), event
 
 
 @pytest.mark.slow
