@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_THREADS = 1024  # conversations that run at once; the others wait for a thread
-LONGEST_TOKEN = 1024  # characters; no tokenizer is known that has a longer one
+LONGEST_TOKEN = 1024  # characters; assumed to be more than any token has
 # between two checks of how long functions have run, and between two aborts after a failure
 LOOK_SECONDS = 1.0
 

@@ -86,9 +86,7 @@ class Dispatch:
         self.resumed: deque[tuple[str, list[Request]]] = deque()
         self.has_failed = False
         self.failure: BaseException | None = None  # see `fail`
-        self.lock = (
-            threading.RLock()
-        )  # reentrant: `_start` takes it, and some of its callers hold it
+        self.lock = threading.RLock()  # reentrant: `_start` takes it, and its callers hold it
         self.wake_up = threading.Event()
         self.wake_up.set()  # the first turn of `finish` distributes
 

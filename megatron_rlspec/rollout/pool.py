@@ -48,8 +48,8 @@ class EnginePool:
 
     A request that an engine refuses as malformed ends `generate` with RequestError, and the engine stays. An engine
     that fails is closed and left out from then on. Its unfinished requests continue on the others, from the tokens
-    of `EngineError.begun`; those without any begin anew. When no engine is left, `generate`, `drop` and `check` raise
-    EngineError.
+    of `EngineError.begun`; those without any are sent again as they were. When no engine is left, `generate`, `drop`
+    and `check` raise EngineError.
     """
 
     def __init__(

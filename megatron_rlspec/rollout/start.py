@@ -1,7 +1,8 @@
 """Start the engines that the configuration asks for, or connect to running ones.
 
 `engine_kinds()` is the core's table of kinds: SGLang's, each a process or at a URL, and an embedded one for a run of
-one rank. `extensions/migration/builders.py` has a table with the same names, which the commands use.
+one rank. `extensions/migration/builders.py` has a table with the same names. `commands/answer.py` uses that one, and
+`commands/training.py` too if samples move or embedded engines have several ranks.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ class Cache:
             padded_index = torch.from_numpy(np.flatnonzero(valid)).to(read.device)
             write = write[padded_index]
             positions = positions[padded_index]
-        # -1 would index the last row of `cos`. In place: a column itself is never negative, so none changes.
+        # Column 0 of a drafter would index the last row of `cos`. In place: no column is negative, so none changes.
         positions = positions.clamp_(min=0)
         return ForwardPlan(
             self.model.cos[positions],

@@ -3,8 +3,8 @@
 A request that the engine works on is an `ActiveRequest`, here called a run. It is in `running` (with a row), in
 `waiting` (without one), or in neither once its sample is made.
 
-`embedded/engine.py` calls this file between two rounds. `extensions/migration/embedded/` calls `make_runs`, `check`,
-`seat` and `remove`, and changes `running` and `waiting` itself.
+`embedded/engine.py` calls this file between two rounds. `extensions/migration/embedded/` calls `submit`,
+`make_runs`, `check`, `seat` and `remove`, and changes `running` and `waiting` itself.
 """
 
 from __future__ import annotations
