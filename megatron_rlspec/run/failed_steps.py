@@ -1,7 +1,7 @@
 """End a run whose rewards all fail (`train.max_bad_steps`), instead of training on nothing.
 
-`run/generation.py` counts on rank 0. `run/rank0.py` ends the run on all ranks. `run/session.py` counts
-skipped optimizer steps apart, by the same option.
+`run/generation.py` counts on rank 0. `run/rank0.py` ends the run on all ranks. `run/recording.py` counts skipped
+optimizer steps apart, and `run/session.py` ends the run by that number and the same option.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Records:
     """
 
     def __init__(self, config: Config, clock: Clock, done: int, is_rank0: bool) -> None:
-        """Open the files, which is a run's first write. Raises OSError and FileError.
+        """Open the files. Raises OSError and FileError.
 
         done      steps that the run has, from its checkpoint
         is_rank0  whether this is rank 0

@@ -15,7 +15,7 @@ Every rank holds the trainer and the data. Only rank 0 has engines and rewards (
 other ranks wait meanwhile (rank0.py). With embedded engines on several ranks they generate, too, in a thread.
 
 All ranks call the same public methods in the same order, because most of them are collective. A step calls each of
-them once, in the order of `loop.py`:
+them at most once, in the order of `loop.py`:
 
     push                 before the first `collect`, and after each `train_step`: engines generate with the weights of
                          the last push
