@@ -1,4 +1,4 @@
-"""The kinds of engines with those of all extensions: commands hand them to a run, as `rollout.start.engine_kinds()`."""
+"""The kinds of engines with those of all extensions, as `rollout.start.engine_kinds` returns them; for `commands/`."""
 
 from megatron_rlspec.extensions.migration import builders
 

@@ -30,8 +30,8 @@ NEWEST_TOKENS = 32768
 # An extra update reads 1 / UPDATES_PER_STEP of as many samples as the step has. Stored rollouts of earlier steps are
 # read, too, so a step can have more than UPDATES_PER_STEP extra updates.
 UPDATES_PER_STEP = 8
-# The extra updates of a step may take the smaller of: this share of the step's seconds, and this share of the seconds
-# of its rollout.
+# The extra updates of a step may take the smaller of: this share of the seconds of its rollout and its training, and
+# this share of the seconds of its rollout.
 SHARE_OF_STEP = 0.25
 SHARE_OF_ROLLOUT = 0.5
 

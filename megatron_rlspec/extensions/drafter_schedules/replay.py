@@ -21,8 +21,8 @@ from megatron_rlspec.train.drafter_updates import reward_weights
 from megatron_rlspec.types import Group, Prompt, Sample
 
 DrawBy = Literal["newest", "uniform", "reward"]
-# A sample with fewer tokens counts as so many: the Python objects around its arrays take about 1.6 KB, so a buffer of
-# very short samples would need far more memory than its tokens.
+# A sample with fewer tokens counts as so many: its Python objects take more than 1 KB, so a buffer of very short
+# samples would need far more memory than its tokens.
 LEAST_COUNTED = 16
 
 

@@ -28,7 +28,7 @@ from megatron_rlspec.types import Request, RoundStats, Sample, Sampling, Scope, 
 # A text in the errors of collective calls when another rank has ended: they name a file of gloo's source.
 LOST = "gloo/"
 GRACE = 1.0  # seconds in which a follower's main thread may report that a rank was lost
-MESSAGE_BYTES = 64 << 20  # bytes of weights in one message
+MESSAGE_BYTES = 64 << 20  # bytes of weights in one message, more if `buckets` keeps them together
 DIFFERS = -1  # no tensor has this fingerprint, so the comparison after a push finds a difference
 
 
@@ -277,7 +277,7 @@ class Fleet:
         self._call("begin_update", version, scope)
 
     def send(self, bucket: Bucket, *others: Any) -> None:
-        """See `RolloutEngine`. A bucket goes to the ranks in messages of MESSAGE_BYTES."""
+        """See `RolloutEngine`. A bucket goes to the ranks in messages of about MESSAGE_BYTES."""
         for lot in buckets(bucket.tensors, MESSAGE_BYTES):
             # Copies: pickle writes the whole storage of a view.
             self._call("send", Bucket([(name, tensor.cpu().clone()) for name, tensor in lot]))

@@ -38,7 +38,7 @@ class MovingRequest(NamedTuple):
 
 
 class EngineRequests(NamedTuple):
-    """What every rank tells all ranks of its engine.
+    """What every rank tells all ranks of the job about its engine.
 
     moving  all requests of the engine, from the first rank of its group; [] from the group's other ranks
     rule    of the engine's speculation, as JSON; None under a fixed configuration

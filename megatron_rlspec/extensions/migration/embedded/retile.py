@@ -5,7 +5,8 @@ layer, on the ranks that need them; each rank keeps its part. The shards lie as 
 r mod t, in the order of heads.
 
 `regroup.py` calls `retile` on all ranks. Every rank makes the same collective calls in the same order, also for rows
-that it does not hold: all ranks must be given equal `rows`. `rollout/embedded/cache.py` defines the cache.
+that it does not hold: all ranks of a wide group must be given equal `rows`. `rollout/embedded/cache.py` defines the
+cache.
 """
 
 from __future__ import annotations
