@@ -282,7 +282,8 @@ def convert(
           then stay where it is
 
     Raises CheckpointError for a damaged source, OSError (for a full disk, for example), and FileError if another
-    process writes this target. The target then does not exist; the directory of an EAGLE-3 drafter may.
+    process writes this target or has written it. This call has then made no target, but perhaps the directory of an
+    EAGLE-3 drafter.
     """
     lock = work.target.with_name(f".{work.target.name}.lock")
     with files.locked(lock):

@@ -2,7 +2,7 @@
 
 On disk, target and drafter are two directories. In memory they are one model: `hf_config[DRAFTER]` is the drafter's
 config.json, and the names of the drafter's tensors are those in its own directory with `PREFIX` before them.
-`read_model` does not compare the two: callers also call `check_drafter` in `eagle3.py`.
+`read_model` does not compare the two; `check_drafter` in `eagle3.py` does.
 
 The `words` of a drafter are the token ids that it drafts from, its draft vocabulary.
 """
@@ -158,7 +158,6 @@ def make_drafter(source: str | Path, target: str | Path, size: int = 0) -> dict[
     # The rows of the head in the order of `ids`: row i of the drafter's head is of token ids[i].
     made = _fresh(config, len(taps), head.index_select(0, ids), tensors["model.norm.weight"])
     publish(build_drafter(target, config, made, ids, tokenizer_from=source), Path(target))
-    # what was written, as every reader checks it
     check_drafter(target, hf_config, str(source))
     return config
 

@@ -44,8 +44,8 @@ def check_drafter(
     target_path  for messages
     weights      also compare the names, shapes and types of its tensors, and the draft vocabulary
 
-    The layers that the drafter reads are checked, too: with layers that the target does not have, SGLang would run, and
-    accept no draft.
+    The layers that the drafter reads are checked, too: SGLang reads them in ascending order, whatever their order in
+    config.json, and leaves out those that the target lacks.
     """
     directory = Path(path)
     if not directory.is_dir():

@@ -23,14 +23,14 @@ from megatron_rlspec.texts import first_line
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that finds the classes of an index only, and raises CheckpointError for any other name.
+    """An unpickler that finds only the names described here, and raises CheckpointError for any other.
 
-    _MODULES    modules whose dataclasses may be loaded
+    _MODULES    modules whose names that `_DATACLASS` matches may be loaded, also those that they import, such as `Path`
     _OTHERS     further single names, (module, name)
-    _DATACLASS  how a class's name looks: it begins with a capital letter, which keeps functions of `_MODULES` out.
+    _DATACLASS  how a class's name looks: a capital letter comes first, or behind `_`; this keeps functions out.
                 The pattern must match no dot: pickle would follow a dotted name to any attribute
 
-    torch's number types are found, too.
+    torch's number types are found, too. Names in Megatron's modules give empty classes.
     """
 
     _MODULES = {

@@ -6,7 +6,8 @@ tokenizer_config.json is read if none of `TOKENIZERS` is complete. Weights are r
 model hold both head and embedding, their bits must be equal (`headers.py`). torch is imported for that and for the
 table of names.
 
-Trainer, converter and `rlspec serve` call `check_model`; `rlspec compare`, `rlspec slime` and `CoTrainer` do not.
+Training commands, converter and `rlspec serve` call `check_model`; `rlspec compare`, `rlspec slime` and `CoTrainer` do
+not.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def check_model(
 def ends_of_text(path: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     """Return the token ids that end a text, ascending: of config.json, generation_config.json and the tokenizer.
 
-    () if none of them states one. SGLang ends a text at the same ids. Raises CheckpointError if config.json is missing,
+    () if none of them states one. SGLang ends a text at these, too. Raises CheckpointError if config.json is missing,
     or if one of the two files is damaged; generation_config.json may be missing.
 
     tokenizer  Transformers' object; None: only the files count

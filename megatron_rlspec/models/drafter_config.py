@@ -102,8 +102,8 @@ class Eagle3(Llama):
         input of layer i + 1. Without that key these are SGLang's default (`set_eagle3_layers_to_capture`).
 
         Raises ValueError for fewer than two layers (the width must tell the target's states from the drafter's own,
-        `rollout/embedded/model.py`), for layers out of order or that the target lacks (SGLang would run, and accept no
-        draft), and if `num_aux_hidden_states` is another number.
+        `rollout/embedded/model.py`), for layers out of order or that the target lacks (SGLang would read them in order,
+        and leave those out), and if `num_aux_hidden_states` is another number.
         """
         ids = self.settings.eagle_aux_hidden_state_layer_ids
         taps = (2, layers // 2, layers - 3) if ids is None else tuple(i + 1 for i in ids)

@@ -117,7 +117,7 @@ def build_hf(
     Two processes must not build one path at the same time (`building`).
 
     config          config.json, of which only the stated number type is replaced, by that of the tensors
-    tensors         by Hugging Face name, each name once, consumed once. With `linked` there must be at least one. At
+    tensors         by Hugging Face name, each name once, consumed once. At least one must be here or in `linked`. At
                     most one file's worth (`shard_bytes`, and the tensor that overflows it) is in memory
     tokenizer_from  a checkpoint whose tokenizer and other small files are copied
     linked          further tensors, which stay in their own files: the directory gets symbolic links to these

@@ -1,6 +1,6 @@
 """Turn what was observed of one engine into a `Finding`, or None if it is healthy. Pure functions.
 
-`health.py` and `canary.py` call them after a push; `run/rollouts.py` calls `stamp_finding` before it trains on samples.
+`health.py` and `canary.py` call them after a push; `run/rollouts.py` checks a rollout's samples by `stamp_finding`.
 `contract.py` decides what follows from the findings.
 """
 

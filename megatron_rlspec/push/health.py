@@ -3,7 +3,7 @@
 `push.py` sends the weights and compares fingerprints, `canary.py` sends prompts to the engines, `detectors.py` turns
 observations into findings, and `contract.py`, whose first lines draw the whole, turns findings into actions. This file
 calls them in order. Our own loop (`run/engines.py`), `CoTrainer` and slime (`integrations/slime/engines.py`) have a
-`Health`. Rank 0 alone uses it.
+`Health`. Rank 0 alone uses it, and slime's rollout process after an update through the disk.
 """
 
 from __future__ import annotations
