@@ -17,8 +17,8 @@ RANK_DEFAULTS = {
     # Kernels then start in the order of their calls. Megatron's tensor and context parallelism rely on it, and its
     # argument check (megatron/training/arguments.py, validate_args) ends a job without it on GPUs before Blackwell.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # SGLang's engines have 0 (entrypoints/engine.py, _set_envs_and_config) unless it is set there, and the members of a
-    # group that weights travel through must have the same.
+    # SGLang's engines have 0 by default (entrypoints/engine.py, _set_envs_and_config), and the members of a group that
+    # weights travel through must have the same.
     "NCCL_CUMEM_ENABLE": "0",
 }
 # The variable that ranks and engines must agree on. An engine reports its value in `describe`, as `nccl_cumem_enable`

@@ -96,7 +96,7 @@ _ranks_of_jobs: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary(
 def job() -> Ranks:
     """Return this process's `Ranks` of the whole job, for use by its main thread only.
 
-    The first call makes the gloo group, so all ranks must make it together. Another thread makes a `Ranks` of its own
+    The first call makes the gloo group, so all ranks must make it together. Another thread needs a `Ranks` of its own
     (`extensions/migration/builders.py`).
     """
     world = dist.group.WORLD

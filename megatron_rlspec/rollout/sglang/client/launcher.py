@@ -95,13 +95,14 @@ class EngineProcess:
         return True
 
     def _reason(self) -> str:
-        """Return the last line of the log that names a mistake, else the last line, else the exit code."""
+        """Return the log's last line of an error or of `rlspec serve`, else the last line, else the exit code."""
         lines = [
             line.strip()
             for line in self.log.read_text(errors="replace").splitlines()
             if line.strip()
         ]
-        # "rror:" stands in "Error:", "error:" and "ValueError:". `rlspec serve` names itself in its own errors.
+        # "rror:" stands in "Error:", "error:" and "ValueError:". `rlspec serve` names itself in its errors, but also in
+        # its other lines.
         errors = [line for line in lines if line.startswith("rlspec serve:") or "rror:" in line]
         return (errors or lines or [f"exit code {self.process.returncode}"])[-1]
 

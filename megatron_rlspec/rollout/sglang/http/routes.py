@@ -220,7 +220,7 @@ async def _generated_lines(
                 if line is not None:
                     yield line | {"version": first_version}
             continue
-        # SGLang itself aborted the sample. Without `stream` it raises this exception; with `stream` it only answers.
+        # SGLang itself aborted the sample. Without `stream` it raises an error; with `stream` it only answers.
         if finish["type"] == "abort" and finish.get("status_code"):
             raise HTTPException(finish["status_code"], finish["message"])
         # SGLang 0.5.15 gives the last token only if a sample is aborted while it waits

@@ -306,9 +306,8 @@ def arguments_for(
 ) -> tuple[list[str], Settings, dict[str, Any]]:
     """Return SGLang's command line, the plugin's settings, and the content of --speculative-adaptive-config.
 
-    Call it after `check`, with --dtype filled in.
-
-    The last one (`_slots`) is {} without drafts. Raises ConfigError for step counts that cannot be. Writes nothing.
+    The last of these (`_slots`) is {} without drafts. Call it after `check`, with --dtype filled in. Raises ConfigError
+    for step counts that cannot be. Writes nothing.
     """
     arguments = _engine_arguments(options, device)
     if options.spec == "off":
@@ -346,7 +345,7 @@ def _engine_arguments(options: argparse.Namespace, device: str) -> list[str]:
     if device == "cpu":
         arguments += [*_CPU_ARGUMENTS, *installed_sglang().cpu_arguments]
         total = total or _CPU_TOKENS
-    else:  # SGLang captures up to batch 256 otherwise, 512 from four GPUs on
+    else:  # otherwise SGLang captures up to a batch size that depends on the GPU's memory and --tp
         arguments.append(f"--cuda-graph-max-bs-decode={options.max_running_requests}")
     if total:
         arguments.append(f"--max-total-tokens={total}")

@@ -4,7 +4,7 @@ Two rules hold here that SGLang's own sessions do not have. An update belongs to
 a token, and every other request of the update names it. After an update that did not reach `end` the weights mix two
 versions, so the engine generates nothing until a later update of all weights has sent the same tensors again.
 
-`weight_routes.py` has the only `WeightsState` of an engine, and calls it under its lock.
+`weight_routes.py` has the only `WeightsState` of an engine, and changes it under its lock only.
 """
 
 from __future__ import annotations

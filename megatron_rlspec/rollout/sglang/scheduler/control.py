@@ -63,8 +63,8 @@ def hooks(settings: Settings) -> Iterator[tuple[str, Callable, str]]:
 
     def start(returned: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.rlspec_settings = settings
-        # SGLang calls hooks of one method in the order of registration, so `draft_vocabulary._after_start` wraps the
-        # drafter's loader after this.
+        # SGLang calls hooks of the kind AFTER in the order of registration, so `draft_vocabulary._after_start` wraps
+        # the drafter's loader after this.
         _watch_loaders(scheduler)
         logger.info("rlspec: %s", in_force(_describe(scheduler)))
 
@@ -261,7 +261,7 @@ def _progress(scheduler: Any) -> dict[str, Any]:
 
 
 def _recent_rounds(scheduler: Any) -> dict[str, Any]:
-    """Return single rounds since the last call, and forget them. `recent_rounds` in `client/engine.py` reads them.
+    """Return the newest rounds since the last call, and forget them. `recent_rounds` in `client/engine.py` reads them.
 
     Each is [config, batch, context tokens, ms; None if the round was not timed].
     """

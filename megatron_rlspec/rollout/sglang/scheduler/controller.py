@@ -64,7 +64,7 @@ class DraftController(adaptive_runtime_state.AdaptiveController):
         # The round that is being launched; `_round` sets `_batch`, and `_decide` sets the others:
         self._batch: Any = None  # SGLang's `ScheduleBatch`
         self._config = SpecConfig(worker.speculative_num_steps)
-        # indices of the requests whose drafter has caught up; None: all, or a round without drafts
+        # indices of the requests whose drafter has caught up; None: all, or a round of `OFF`
         self._drafting: list[int] | None = None
         self._caught_up = 0.0  # seconds that catching up took
         self._context = 0  # tokens of all requests of the round

@@ -114,8 +114,8 @@ class RaggedRound:
     """Which drafts the round that is being launched verifies. One object serves all rounds of a scheduler.
 
     In each round these run in this order, in the scheduler's thread: `begin` or `begin_even` (called by
-    `controller.py`), `choose` (by `coupled.py`, after drafting; not in an even round), `prepare` (by SGLang). Then
-    `verifier.py` and `controller.py` read `chosen`.
+    `controller.py`), `choose` (by `coupled.py`, after drafting; not in an even round), `prepare` (by SGLang; not in a
+    round of `plain_round.py`). Then `verifier.py` and `controller.py` read `chosen`.
 
     drafts  how many drafts the round verifies, of all requests together; None: all of them, in even rows
     chosen  the drafts that it verifies, once `choose` was called; None before, and in a round that verifies all drafts

@@ -47,7 +47,7 @@ class TensorPart:
     part     this rank's share; empty if only other ranks hold the tensor, as with their experts
     shape    of the full tensor
     dim      the dimension that is split between ranks: 0 (rows) or 1 (columns)
-    first    index of the part's first row or column in the full tensor; -1 (`_ELSEWHERE`) of an empty part
+    first    index of the part's first row or column in the full tensor; -1 (`_ELSEWHERE`) if other ranks hold it
     drafter  whether the tensor is the drafter's own
     """
 

@@ -113,8 +113,7 @@ def split_by_request(
 class Stash:
     """The rows of running requests in host memory, in chunks of some rounds.
 
-    A token's row takes a few per cent of the memory that the KV cache takes for a token. The scheduler's thread calls
-    all methods. The stash has a thread of its own, which splits the rows by request.
+    The scheduler's thread calls all methods. The stash has a thread of its own, which splits the rows by request.
     """
 
     def __init__(self) -> None:
