@@ -20,9 +20,8 @@ from megatron_rlspec.run.state_file import SUFFIX, Drawn, State
 from megatron_rlspec.train.checkpoint import SaveError, on_all_ranks
 from megatron_rlspec.train.step import Trainer
 
-KEPT = (
-    2  # checkpoints: if the newest is damaged, the user can remove it and go on from the one before
-)
+# checkpoints: if the newest is damaged, the user can remove it and go on from the one before
+KEPT = 2
 
 
 class Checkpoints:
