@@ -113,9 +113,10 @@ def _stored_name(family: NameTable, name: str, spec: str) -> str:
 
 
 def uniform(family: NameTable) -> bool:
-    """Return whether Megatron stacks this model's layers: only if all are of one kind and none has experts.
+    """Return whether this model's layers are written stacked: only if all are of one kind and none has experts.
 
-    The writer must do as the reading Megatron does. `TorchDistReader` accepts both.
+    The writer must do as the reading Megatron does, which would stack layers with experts, too, if its `moe_layer_freq`
+    were the number 1: it must be a list. `TorchDistReader` accepts both.
     """
     # number of a layer -> names of its tensors without the layer's prefix
     kinds: dict[str, set[str]] = {}

@@ -197,7 +197,7 @@ def latent_attention(megatron: str, hf: str, q_lora_rank: int | None) -> Iterato
 
 
 def mlp(megatron: str, hf: str) -> Iterator[Row]:
-    """Yield a gated MLP. `megatron` and `hf` end in `mlp.`, or with the expert's number."""
+    """Yield a gated MLP: of a layer, of one expert, or of the shared experts."""
     yield Row(
         f"{megatron}linear_fc1.weight",
         (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"),

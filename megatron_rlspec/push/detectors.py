@@ -50,8 +50,8 @@ class HealthSettings:
                    prompts with long ones
     canary_first   number of canaries at the start of a run that run whatever they cost
     canary_share   later ones run only while all canaries together took at most this share of the time since the first
-                   one began. `Health.push` runs a canary nevertheless if speculation is held off on an engine, or if
-                   its caller passes `suspicious`
+                   one began. `Health.push` runs a canary nevertheless if an engine is held or new, or if its caller
+                   passes `suspicious`
     """
 
     canary_steps: int = 3

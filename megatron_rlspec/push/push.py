@@ -12,8 +12,8 @@ bucket before it.
 
 Only rank 0 pushes. The exporter is a collective call of all ranks (`exporting`): rank 0 reads it to its end even if
 every engine fails, since the other ranks would wait for ever. An engine that fails leaves the push, and the others go
-on. After `Pusher.push` every engine holds exactly the new version, or it is in `report.failed`. `health.py` calls
-`Pusher.push`; `contract.py` decides what follows for an engine that failed.
+on. After `Pusher.push` each of its engines holds exactly the new version, or it is in `report.failed`. `health.py`
+calls `Pusher.push`; `contract.py` decides what follows for an engine that failed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The update of engines to one version, in step: all begin, take the same buckets, and end.
 
-`Update` serves `push.py`. `update_weights` updates a single engine without checks; both engine classes have it as a
+`Update` serves `push.py`. `update_weights` updates a single engine without checks; the engine classes have it as a
 method. The calls on an engine are those of `RolloutEngine`: `begin_update`, `send` for each bucket, `end_update`.
 """
 
