@@ -5,5 +5,5 @@
     speculation.py  rounds of all engines ──► the rule by which each engine chooses its drafts
     cotrainer.py    `CoTrainer`, the public class, for a trainer of your own
 
-Our loop and the integration with slime call the same parts. What a push checks is in `push/`.
+The integration with slime calls the same parts; our loop calls `speculation.py`. What a push checks is in `push/`.
 """

@@ -174,9 +174,9 @@ class CoTrainer:
     def end_step(self) -> dict[str, float]:
         """Update the drafter after the step's last backward. Collective.
 
-        Returns the same metrics on every rank, per depth: `drafter_loss_1`, `drafter_match_1` (drafts that are the
-        policy's likeliest token), ...; `drafter_tokens_k3`, the predicted tokens per round with 3 drafts;
-        `drafter_grad_norm`; `drafter_skipped`, 1 if that norm was not finite, so nothing was updated.
+        Returns the same metrics on every rank, per depth: `drafter_loss_1`, `drafter_match_1` (share of the text's
+        tokens that are the drafter's likeliest), ...; `drafter_tokens_k3`, the predicted tokens per round with 3
+        drafts; `drafter_grad_norm`; `drafter_skipped`, 1 if that norm was not finite, so nothing was updated.
 
         Raises RuntimeError if fewer forward passes came than micro-batches. With pipeline parallelism only ranks of the
         last stage raise it, and the others wait in a broadcast: end the job then.

@@ -83,7 +83,7 @@ def pack(
     bins = partition(padded_lengths, budget, dp_size)
     columns = _columns(samples, lengths, advantages, drafter_weights)
     columns["policy_weight"] = _repeated(_policy_weights(samples, aggregation), lengths)
-    # all or none, so that either all ranks predict acceptance or none does
+    # all or none, so that either all ranks know the noise of their samples or none does
     seeds = [sample.seed for sample in samples if sample.seed is not None]
     if len(seeds) == len(samples):
         columns["seeds"] = _repeated(seeds, lengths)
@@ -124,8 +124,6 @@ def predicted_positions(total: int, step_tokens: float) -> Tensor:
     total        positions of the micro-batch before the context-parallel slice
     step_tokens  tokens that the drafter learns from in the step, on all ranks; an estimate is enough: `pack` counts
                  trained tokens, `cotrainer/fields.py` those of depth 1
-
-    `cotrainer/fields.py` uses it, too.
     """
     wanted = WINDOW * PREDICTED_TOKENS / max(1.0, step_tokens)
     # at least 32 positions of every window, however large the step is

@@ -2,7 +2,7 @@
 
 A row is an object with a prompt (text, or chat messages), a label and optional metadata. A demonstration has a response
 instead of a label. Rows that `rlspec answer` has written hold the token ids of prompt and response, which are used as
-they are. Rows that are too long are dropped and counted; no other row is dropped. Errors name file and line of the row.
+they are. Rows that are too long are dropped and counted; no other row is dropped. Errors name file and row.
 
 `run/inputs.py` checks the files before a run, `run/loading.py` reads them. File formats are in `rows.py`, the checks of
 a row's values in `columns.py`, the order of drawing in `order.py`.
@@ -185,8 +185,8 @@ def read_prompts(
     """Return all prompts of at most `max_tokens` tokens, and the number of longer ones.
 
     `Prompt.id` is the row's index in the file, with the longer rows counted. `Prompt.text` is what `Prompt.tokens` are
-    made of, without the tokenizer's token for the beginning of a text. Raises DataError, also if no prompt is short
-    enough.
+    made of, without the token that `_prompt_tokens` may add at the beginning. Raises DataError, also if no prompt is
+    short enough.
     """
     texts = []
     labels = []

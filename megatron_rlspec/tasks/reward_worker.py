@@ -50,7 +50,7 @@ EXTRAS = ("response_tokens", "truncated")
 PART = re.compile(r"(?!(?:std|seconds_waited)$)[A-Za-z_]\w{0,39}", re.ASCII)
 MOST_PARTS = 32  # of one reward, `reward` itself included
 SIGNATURE = "(prompt: str, response: str, label: str, metadata: dict) -> float"
-# A larger absolute value would not be finite to the trainer, which computes in float32.
+# The trainer computes in float32, in which values from 2¹²⁸ on are infinite.
 LARGEST = 2.0**127
 STARTED = "started"  # id of the message that says whether the reward could be imported
 

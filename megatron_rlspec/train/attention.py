@@ -68,7 +68,7 @@ class PackedSequences(PackedSeqParams):
 
     plan      which keys each query attends to
     cos, sin  of the rotary angles, `[t, 1, r / 2]`, set by `model.at_positions`; r of a head's channels are rotated
-    chain     of the layer that runs; `drafter._chained` sets it for each layer
+    chain     of the layer that runs; `drafter._chained` sets it for each layer of a drafter
     """
 
     plan: Batched | Varlen | None = None

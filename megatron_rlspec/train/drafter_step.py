@@ -59,7 +59,7 @@ class DrafterTargets:
 
     labels             int64, at position t and depth d the id of token t + 1 + d
     weight             factor of that prediction's loss, not negative; 0 where nothing is trained
-    counts             per depth, Σ weight over all micro-batches and ranks of the step, at least 1
+    counts             per depth, Σ weight over all micro-batches and ranks of the step; 1 where that is 0
     cu_seqlens_padded  `[n + 1]`, sequence boundaries as laid out before the context-parallel split
     rows               `[t]` int64, the row of each position in the policy's micro-batch; None: the rows are the same
     seeds, positions   `[t]` int64, for coupled drafts: the seed of each position's noise, -1 where no acceptance is

@@ -101,8 +101,8 @@ def transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence,
-        # Packed micro-batches differ in length, so pipeline stages exchange their lengths. Megatron allows that only
-        # with this dispatcher, even where there is no expert to dispatch to.
+        # Packed micro-batches differ in length, so pipeline stages exchange their lengths. Megatron refuses that with
+        # its default dispatcher, "allgather", even where there is no expert to dispatch to.
         variable_seq_lengths=parallel.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
         # Losses are divided by the step's global count already, so neither DDP nor the schedule may scale them.
@@ -213,7 +213,7 @@ class Taps:
     def _receive(self, original: Any, input_tensor: list[Tensor | None]) -> None:
         """Replace `GPTModel.set_input_tensor` of a stage after the first one."""
         (received,) = input_tensor
-        if received is not None:  # Megatron also calls it with None
+        if received is not None:
             # The layout of `_send`: hidden states first. Autograd gives the other columns a gradient of 0.
             self._earlier = [received[..., self._width :].detach()]
             received = received[..., : self._width].contiguous()

@@ -86,7 +86,7 @@ def grpo(
     algorithm: AlgorithmConfig,
     observe: Observer | None,
 ) -> tuple[Tensor, Sums]:
-    """Return the loss of `losses/grpo.py`, and its sums. `layer` has the temperature that the engines sample at.
+    """Return the loss of `losses/grpo.py`, and its sums. `layer` has the rollouts' temperature, 1 if they are greedy.
 
     Collective over context-parallel ranks with algorithm.ratio="sequence".
     """

@@ -1,7 +1,8 @@
 """The process of a rank: its device, Megatron's groups, random streams, and options that depend on the machine.
 
-`Trainer` (`step.py`) calls `init_distributed` first. `commands/training.py` calls `leave` last. Messages between ranks
-over gloo are in `host/ranks.py`; the layout of ranks is an option (`config`), and nothing here chooses it.
+`Trainer` (`step.py`) calls `init_distributed` before it builds a model. `commands/training.py` calls `leave` last.
+Messages between ranks over gloo are in `host/ranks.py`; the layout of ranks is an option (`config`), and nothing here
+chooses it.
 """
 
 from __future__ import annotations
@@ -162,7 +163,9 @@ def device_options() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def own_random_stream(seed: int) -> Iterator[None]:
-    """Seed every generator inside the `with` block, and restore all of them after it. Call it after `init_distributed`.
+    """Seed torch's and Megatron's generators inside the `with` block, and restore them after it.
+
+    Call it after `init_distributed`.
 
     `drafter.py` builds drafters in it, so that the policy draws the same random numbers with and without a drafter.
     """

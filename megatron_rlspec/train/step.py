@@ -61,8 +61,7 @@ from megatron_rlspec.types import PackedBatch, Scope
 class Trainer:
     """Policy, drafter and their optimizers on this rank.
 
-    All ranks must call every method but `learners` and `output_layer`, in the same order: each communicates, or changes
-    what a later one communicates.
+    All ranks must call every method but `learners` and `output_layer`, in the same order.
 
     hf_config      the parsed config.json; with an EAGLE-3 drafter's under `DRAFTER`
     name_table     names of the tensors of policy and drafter, and how they are cut over ranks
@@ -284,7 +283,7 @@ class Trainer:
         follow_rounds(sums, objective.predicted_steps)
         totals = reduce_sums(sums)
         prediction = pop_prediction(totals, objective.predicted_steps)
-        if prediction is None:  # no position can start a round, or the loss was not finite
+        if prediction is None:  # the loss was not finite
             return dict.fromkeys(steps, 1.0)
         self.sharpness = prediction.sharpness or self.sharpness
         return {k: prediction.tokens_per_round(k) for k in steps}
@@ -317,7 +316,8 @@ class Trainer:
         """Run Megatron's schedule over the micro-batches; return what `loss` reports for each, [] on earlier stages.
 
         loss          called on the last stage as loss(batch, packed, hidden `[T, 1, H]`); returns (the loss, whose
-                      backward the schedule runs; a token count, unread, but without it the loss is scaled; the report)
+                      backward the schedule runs; a token count, which `Learner.finalize` ignores, but without which
+                      Megatron scales the loss; the report)
         forward_only  run no backward of the policy
         """
 

@@ -127,7 +127,7 @@ class Varlen:
 
 
 def _has_flash(q: Tensor) -> bool:
-    """Return whether torch's flash attention takes these queries: 16-bit floats, and at most 256 channels of a head.
+    """Return whether torch's flash attention takes these queries: 16-bit floats, and 8, 16, ... or 256 channels.
 
     Tensors on torch's meta device, which have no values, count as a GPU's.
     """

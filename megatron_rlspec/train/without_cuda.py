@@ -1,6 +1,6 @@
 """Let megatron-core run on a machine without CUDA: `install()` replaces functions that ask for CUDA by name.
 
-megatron-core 0.16.1 asks for CUDA in a few dozen places. `runtime.init_distributed` calls `install()` in every trainer
+megatron-core 0.16.1 asks for CUDA in many places. `runtime.init_distributed` calls `install()` in every trainer
 process. The replacements are in torch and in Megatron, for the whole process, and there is no way back. Code that
 imported one of these functions by name before `install()` keeps the original. Importing this module patches nothing. On
 a machine with a GPU `install()` does nothing, and the same calls use CUDA and NCCL.
