@@ -3,7 +3,7 @@
 The names are those of the option `push.transport`; `rollout/start.py` chooses one:
 
     http     anywhere; the bytes pass SGLang's server process
-    handles  engines that see the trainer's GPU; they copy the bucket from the memory in which the trainer laid it out
+    handles  engines on this machine whose GPUs can read the trainer's; they copy the bucket out of its memory there
     group    one process group of this process and the ranks of all engines (NCCL between GPUs, gloo otherwise)
 
 One transport serves all engines, from several threads. It owns the memory in which a push lays out its buckets
