@@ -111,7 +111,7 @@ def read(
     factors = 0 if noise is None else len(noise.factors)
     slots = triton.next_power_of_2(max(factors, 1))  # Triton's `arange` needs a power of 2
     beaten = best.new_empty(rows, slots)
-    # A kernel needs a pointer for every argument. `logits` stands for those that it does not read (no noise, no words).
+    # Without noise or words, `logits` stands for the arguments that the kernel does not read.
     noise_or_unread = noise or Noise(logits, logits, logits, logits, logits)
     if rows:
         loss_passes.statistics[(rows,)](

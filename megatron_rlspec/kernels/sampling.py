@@ -11,7 +11,7 @@ and min-p are left to plain torch (`token_filter.py`).
 **One read.** An exact score needs two float64 logarithms, so few tokens get one. Let u be a token's uniform number. Its
 noise is -log(-log u), and -log u >= 1 - u, so exp(-score) >= (1 - u) / exp(s · z). The right side takes a hash and one
 exponential in float32. A token whose right side is more than the exp(-score) of another token cannot win. `SLACK`
-covers the rounding of float32. About five tokens of a row of 151,680 remain and are scored exactly. Most tiles have
+covers the rounding of float32. The few tokens that remain are scored exactly. Most tiles of a long part (below) have
 none of them, which one maximum over the tile shows.
 
 **Parts.** A row is cut into parts, each read by one program, so that few rows fill a GPU. `scan` finds the best score

@@ -1,10 +1,10 @@
 """Losses of a chunk of rows by the kernels of `kernels/losses.py`: raw logits are read twice and never copied.
 
-The first read gives all but the gradient. The second one writes the gradient over the logits. This file joins the
-results of the tensor-parallel ranks, each of which has its columns of the logits. `losses/plain.py` computes the same
-in plain torch; `losses/choice.py` calls one or the other.
+The first read gives all but the gradient and Σ min(p, q). The second one gives these, and writes the gradient over the
+logits. This file joins the results of the tensor-parallel ranks, each of which has its columns of the logits.
+`losses/plain.py` computes the same in plain torch; `losses/choice.py` calls one or the other.
 
-Shapes as in `losses/drafter.py`. Results are float32, and the same on every rank. Log Σ exp is float64, because the
+Shapes as in `losses/drafter.py`. Losses are float32, and the same on every rank. Log Σ exp is float64, because the
 logits here are not relative to the largest one: float32 would lose digits of small differences between large numbers.
 
 These are collective, all ranks of the head's group must call them in the same order: `Taught.logprob`, and of

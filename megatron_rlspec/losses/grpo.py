@@ -142,7 +142,7 @@ def policy_loss(
     2505.24298, §5.2), truncated.
 
     The sums run over trained tokens and can be added over micro-batches and ranks; divided by `tokens` they are means
-    (`train/objectives.py`). Their names are slime's. They appear as `policy/...` in `records/metric_names.toml`. With
+    (`train/objectives.py`). Most names are slime's. They appear as `policy/...` in `records/metric_names.toml`. With
     `kl_coef` the batch must have `reference_logprobs`.
     """
     mask = to_device(batch.loss_mask != 0, logprobs.device)
@@ -263,7 +263,7 @@ def _sequence_log_ratio(
     log_ratio  `[T]`, differentiable; 0 where `mask` is false
     mask       `[T]` bool, the trained tokens
 
-    The mean is the logarithm of GSPO's ratio (arXiv 2507.18071, eq. 13), in the form of GSPO-token (§4.3). With one
+    The mean is the logarithm of GSPO's ratio (arXiv 2507.18071), in the form of GSPO-token (§4.3). With one
     advantage per sequence its gradient equals GSPO's: in GSPO each of the n tokens' losses gives 1/n of its gradient to
     every token, and the n shares add up to one whole gradient per token. This form needs no gradient from other ranks.
     """

@@ -1,7 +1,7 @@
-"""Losses of a chunk of rows in plain torch: on a CPU, in float64, for the user's functions, and to check the kernels.
+"""Losses of a chunk of rows in plain torch: without kernels, for the user's functions, and to check the kernels.
 
 `PlainRows` has the interface of `FusedRows`; `losses/choice.py` calls one or the other. Shapes as in
-`losses/drafter.py`. Results are float32 or float64, and the same on every tensor-parallel rank.
+`losses/drafter.py`. Losses are float32 or float64, and the same on every tensor-parallel rank.
 
 These are collective, all ranks of the head's group must call them in the same order: `PlainTeacher.logprob`, and of
 `PlainRows` the constructor, `best`, `coupled`, `write_forward_kl` and `write_own_loss`.

@@ -62,7 +62,7 @@ def logq_of_rows(rows: Mapping[str, Tensor], depth: int) -> Tensor:
     """Return log q of the drafts, `[T, depth, F]`, from `Student.rows` as for `accept_and_reach`.
 
     `rows` do not say which token a coupled draft is, if it is not the label. It is then taken to be the drafter's
-    likeliest token, which it mostly is.
+    likeliest token.
     """
     logq = rows["best_logq"][:, None]
     if "coupled" in rows:

@@ -6,7 +6,7 @@ emits E = 1 + sum over d <= k of a_1 * ... * a_d tokens on average (docs/design.
 
 `Acceptance` estimates the rates from the rounds that engines run: each engine's `SpecRule` holds one, and the trainer's
 `Learning`. `Prediction` has the trainer's sums for the next rollout; `train/drafter_step.py` makes it. The functions
-before them make and read histograms of accepted drafts; only `expected_tokens` takes rates.
+before them are about histograms of accepted drafts; only `expected_tokens` takes rates.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Learning:
         return times if times.restore(state) else None
 
     def expect(self, prediction: Prediction | None) -> dict[str, float]:
-        """Take the trainer's prediction of the next rollout's acceptance, or None. Returns `predict/...` metrics."""
+        """Take the trainer's prediction of the next rollout's acceptance, or None. Returns metrics; {} for None."""
         self.prediction = prediction
         if prediction is None:
             return {}
@@ -279,7 +279,7 @@ class Learning:
             counts[stats.config] += stats.rounds
         total = sum(counts.values())
         values = {"spec/rounds": float(total), "spec/ms_per_round": math.nan}
-        # Engines do not report rounds right after a prefill, so `total` can be 0.
+        # SGLang's rounds right after a prefill are not timed, so `total` can be 0.
         if total:
             values["spec/ms_per_round"] = sum(stats.ms for stats in rounds) / total
             for config, n in sorted(counts.items()):

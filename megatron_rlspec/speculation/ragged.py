@@ -72,7 +72,7 @@ class Selection:
 
     `SpecRule` owns it and calls it for an engine: `plan`, then `lengths` between drafting and verifying. An engine that
     chooses on its device reads `table` and `exploring` itself (`RaggedRound`), and verifies the drafts with the largest
-    products, as many of the batch as the plan says. After a round, or some rounds later, comes `observe`.
+    products, at least as many as `SpecRule.drafts` says. After a round, or some rounds later, comes `observe`.
 
     depth   the most drafts of a round, at least 1
     counts  [2, BINS] drafts that were verified after accepted ones, and those of them that were accepted
@@ -99,7 +99,8 @@ class Selection:
     def exploring(self) -> int:
         """Return the first request that verifies all its drafts in the next round; every EXPLORE-th after it does, too.
 
-        It moves with every observed round, so that not always the same requests explore.
+        It moves by the number of requests observed, so that other requests explore. After a multiple of EXPLORE the
+        same ones do.
         """
         return self._seen % EXPLORE
 
@@ -117,13 +118,13 @@ class Selection:
     def observe(self, logq: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> list[float]:
         """Learn from a round of `steps` drafts, from 1 to `depth`. Call it once for each round.
 
-        logq                [C, steps] of the requests of which only some drafts were verified
+        logq                [C, steps] of the requests among whose drafts the round chose
         verified, accepted  [B] drafts of each request, accepted <= verified. B >= C: the requests from the C-th on
                             verified all their drafts
 
         Returns how many requests would accept 0, 1, ... drafts if all were verified, estimated: [steps + 1] floats.
         """
-        # `chosen`: C, the number of requests of which only some drafts were verified
+        # `chosen`: C
         chosen, steps = logq.shape
         cells = self._cells(logq)
         depth = np.arange(steps)[:, None]

@@ -1,7 +1,8 @@
 """The decode rounds that an engine has run: what its `stats` and `recent_rounds` return.
 
 Both engines write it: `rollout/embedded/engine.py` and `rollout/sglang/scheduler/rounds.py`. The trainer's `Learning`
-reads the sums; benchmarks read the single rounds. Reading empties what was read, so there is one reader of each.
+reads the sums; benchmarks read the single rounds. Reading empties what was read. So `push/canary.py` reads the sums of
+its own rounds to drop them.
 """
 
 from __future__ import annotations

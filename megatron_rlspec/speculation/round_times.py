@@ -30,7 +30,7 @@ from megatron_rlspec.speculation.roofline import Roofline
 from megatron_rlspec.types import OFF, SpecConfig
 
 # Standard deviations of logarithms, so about relative ones.
-DOUBT = 0.4  # of `error` of the deepest configuration at first, without the share ALONE
+DOUBT = 0.4  # of `error` of the deepest configuration, if above one draft, at first, without the share ALONE
 NOISE = 0.05  # of one timing, until timings say otherwise
 DRIFT = 0.01  # of `speed`, from one timing to the next
 AWAY = 0.1  # of `speed`, while the engine ran other batch sizes
@@ -165,7 +165,7 @@ class RoundTimes:
     def ms(self, batch: int, context_tokens: int) -> list[float]:
         """Return the ms of a round of each candidate, up to a common factor (exp of `speed`).
 
-        A candidate takes at least the ms of plain decoding, whatever the estimates say.
+        If `OFF` is a candidate, the others take at least its ms, whatever the estimates say.
         """
         self.enter(batch)
         if not self._factors:
@@ -279,7 +279,7 @@ class RoundTimes:
         covariance -= np.outer(column, column) / variance
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state for `restore`, of this or another engine. `Learning` also reads "timings" of it.
+        """Return the state for `restore`, of this or another engine. `Learning` reads "timings" and "candidates" of it.
 
         The list "timings" is not a copy: it changes with later calls of `timed`, until it is written as JSON.
         """
@@ -328,7 +328,7 @@ class RoundTimes:
         return self._rows[batch, quarter]
 
     def _compute_costs(self, batch: int, quarter: int) -> None:
-        """Put into `_rows` the costs of this batch size and its neighbours: sixteen together take as long as one."""
+        """Put into `_rows` the costs of this batch size and its neighbours: sixteen take little longer than one."""
         first = (batch - 1) // 16 * 16 + 1
         batches = np.arange(first, first + 16)
         contexts = _context_of(batches, quarter)

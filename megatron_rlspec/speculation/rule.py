@@ -7,7 +7,7 @@ It takes what delivers the most tokens per ms:
 
 One candidate is the incumbent, which runs. Another one replaces it when the rounds that were lost by staying repay the
 change. If another one could be better within the errors of the estimates, a few of its rounds are run to measure it
-(`trials`). Plain decoding (`OFF`) is a candidate, and the first to be tried.
+(`trials`). Plain decoding (`OFF`) can be a candidate. Once rounds are timed, it is the first to be tried.
 
 An engine calls `choose` before each round, and `observe` and `timed` after it. Engines that verify a part of the drafts
 also call `lengths` or `drafts` in between. The callers are, in SGLang, `decisions.py` and `controller.py` of
@@ -67,8 +67,8 @@ class SpecRule:
     cost        of rounds, by the model's sizes
     acceptance  the estimate of accepted drafts, of at least the deepest candidate's depth; the rule changes it. None: a
                 prior
-    forecast    acceptance a_1, a_2, ... that the trainer predicts for new weights. A configuration that pays off by it
-                is tried at once, and only once
+    forecast    acceptance a_1, a_2, ... that the trainer predicts for new weights. While `OFF` is the incumbent, a
+                configuration that pays off by it is tried without waiting, once
     ragged      whether a round verifies only the drafts of each request that pay (`ragged.py`). The engine then calls
                 `lengths` or `drafts` between drafting and verifying
     catch_up    after `choose`: the number of requests that draft in the round, 0 under OFF. They are those of which the
