@@ -33,7 +33,7 @@ class EngineError(RuntimeError):
     """The engine refused, failed or ended. The message is one line: the engine, the request, the answer.
 
     begun  request id -> partial sample, for requests that a failed `generate` left unfinished. `rollout/dispatch.py`
-           lets other engines continue them. A request without an entry begins anew
+           lets other engines continue them. A request without an entry is sent again as it was
     """
 
     exit_code = 1

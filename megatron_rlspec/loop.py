@@ -87,6 +87,7 @@ def replay(
             with run.clock("train"):
                 metrics = run.train_step(run.pack(groups), objective="grpo", train_policy=False)
             if generates:
+                run.settle()  # as in `train`: with rollout.staleness the next rollout already runs
                 run.adapt()
                 with run.clock("push"):
                     run.push()

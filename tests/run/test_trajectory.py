@@ -73,9 +73,10 @@ def test_a_variant_differs_and_a_resumed_replay_does_not(recorded, tmp_path):
     assert any(not torch.equal(whole[name], co_trained[name]) for name in whole)
 
 
-def test_engines_draw_from_one_recorded_policy(recorded, tmp_path):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_engines_draw_from_one_recorded_policy(recorded, tmp_path, staleness):
     """At step 0 they draw what the run drew; later the policy is still that of step 0."""
-    replay(recorded, tmp_path / "control", replay__policy_step=0)
+    replay(recorded, tmp_path / "control", replay__policy_step=0, rollout__staleness=staleness)
     first, *later = read_records(tmp_path / "control/metrics.jsonl")
     began = read_records(recorded / "metrics.jsonl")[0]
     assert first["rollout/reward"] == began["rollout/reward"] and len(later) == STEPS - 1

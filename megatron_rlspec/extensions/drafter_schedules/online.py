@@ -15,7 +15,6 @@ are equal on all ranks: updates are collective.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -116,7 +115,7 @@ class OnlineLearner(DrafterSchedule):
                 # The update ran beside the rollout: only its seconds beyond the rollout's cost the run time.
                 spent = self.update_seconds if self.last_update == step else 0.0
                 # NaN: a checkpoint had the rollout, so the update ran beside none.
-                beside = 0.0 if math.isnan(rollout_seconds) else rollout_seconds
+                beside = rollout_seconds if rollout_seconds >= 0 else 0.0
                 hidden_seconds = min(spent, beside)
                 metrics |= {
                     "drafter/seconds_hidden": hidden_seconds,
