@@ -35,8 +35,8 @@ def train(
             with run.clock("generate"):
                 # with rollout.staleness: wait for the next step's rollout, which already runs
                 run.settle()
-            # Give the speculation rule the engines' acceptance and round times. Before the push, whose canary drops
-            # rounds that nobody has read.
+            # Give the speculation rule the engines' acceptance and round times. This comes before the push: its canary
+            # drops all rounds that are not read yet.
             run.adapt()
             with run.clock("push"):
                 # both models as one version; compare fingerprints, run the canary prompts

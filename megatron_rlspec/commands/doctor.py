@@ -25,7 +25,7 @@ class Upstream:
 
     module    name of its package, for an import
     versions  ranges of versions; a version in one of them fits. Ranges without an upper end also take versions that
-              nobody has tried
+              were not tried
     remedy    what to do about another version
     install   what to do if it is missing
     """

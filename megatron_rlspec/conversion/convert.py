@@ -294,7 +294,7 @@ def convert(
                 built = _build_hf(work, advance, _linkable(work.source) if link else {})
             else:
                 built = _build_megatron(work, advance)
-            # The drafter gets its name first: whoever sees the target finds the drafter beside it.
+            # The drafter is published first. So a target that exists always has its drafter beside it.
             if work.eagle3 is not None:
                 drafter = _build_eagle3(work.eagle3)
                 checkpoint.publish(drafter, work.eagle3.target)

@@ -95,7 +95,7 @@ class Interruption:
             self.reason = reason
             self.exit_code = exit_code
             self._since = time.monotonic()
-            self.end_requested.set()  # last: whoever sees it set reads the others
+            self.end_requested.set()  # last: a thread that sees it set reads the other fields
 
     def _raise_if_requested(self) -> None:
         """Raise Interrupted if the run is to end and `defer` was not called. Main thread only."""

@@ -1,8 +1,8 @@
 """Triton kernels that read the logits of a row for its loss, and read them again to write the gradient in their place.
 
 `losses.py` launches them, with one program for each row. It passes the tensors of `statistics` by position, some of
-`gradient` by name, and the KINDs as text: change both files together. Columns of a row must lie next to each other,
-which nobody checks. Nothing here talks to other ranks; `losses/fused.py` joins their sums.
+`gradient` by name, and the KINDs as text: change both files together. Columns of a row must lie next to each other;
+this is not checked. Nothing here talks to other ranks; `losses/fused.py` joins their sums.
 
 A row has logits x over this rank's words (tokens of the vocabulary), and z = x / T in float32. q = softmax(z) over the
 words of all ranks. p is a teacher's distribution, given by its logits and their log Σ exp. A logit of minus infinity

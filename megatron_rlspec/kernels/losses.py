@@ -95,7 +95,7 @@ def read(
 
     With a `width` of 0 (a rank without words) `peak` is `loss_passes.LOWEST`, the sums are 0, and `best` is 0.
 
-    Columns of `logits` and of `teacher.logits` must lie next to each other (stride 1), which nobody checks.
+    Columns of `logits` and of `teacher.logits` must lie next to each other (stride 1). This is not checked.
 
     With a teacher the sums are those of forward KL, and `with_entropy` is ignored. With a teacher and noise, give both
     `teacher.columns` and `noise.words`, or neither: the kernel has one switch, MAPPED, and reads both or neither.

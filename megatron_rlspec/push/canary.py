@@ -185,7 +185,7 @@ def _generate(
         engine.release()
         engine.set_config(chain)
     samples = engine.generate(requests, sampling)
-    # Drops the canary's rounds: the speculation rule must learn from rollouts only. Rounds of a rollout that nobody has
-    # read are lost, too.
+    # Drops the canary's rounds: the speculation rule must learn from rollouts only. Rounds of a rollout that are not
+    # read yet are lost, too.
     engine.stats()
     return samples

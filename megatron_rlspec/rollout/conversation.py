@@ -342,7 +342,7 @@ class Conversations:
             return conversation.sample()
         except BaseException as error:
             # An error of `on_sample` or an engine, or the FunctionError that `custom.load` makes of the function's own.
-            # `draw` raises it: in this thread nobody would see it.
+            # `draw` raises it in its caller's thread. An error raised in this thread would be lost.
             self._fail(error)
             return conversation.sample()
         finally:

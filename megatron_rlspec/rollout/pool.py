@@ -131,8 +131,8 @@ class EnginePool:
         if engine is not None:
             logger.warning("engine left out, %d remain: %s", len(self._engines), error)
             engine.close()
-            # Before `check`: if this was the last engine, whoever gets the EngineError must find its restart pending
-            # (`Engines.awaited`).
+            # Before `check`, which raises EngineError if this was the last engine. The code that catches the error asks
+            # `Engines.awaited`, so the restart must be pending by then.
             self._lost(name)
         self.check()
 

@@ -161,8 +161,8 @@ class ServedEngines:
 
     def again(self, name: str, number: int) -> RolloutEngine:
         process = self._launch(name, f".{number}")
-        # This runs in a thread of `Restarts`. If `close` ran before the new process was in `_processes`, nobody else
-        # would end this process.
+        # This runs in a thread of `Restarts`. If `close` ran before the new process was in `_processes`,
+        # `close` did not end this process.
         if self._closed:
             process.close()  # `_connected` then raises EngineError
         return self._connected(process)

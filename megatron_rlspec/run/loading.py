@@ -182,7 +182,7 @@ def start_rollouts(config: Config, loaded: Loaded, extensions: Extensions) -> St
         initial_learning(config, loaded.hf_config),
         kind.start(config, Path(config.train.run_dir), loaded.layout),
         migration,
-        # Last: it starts processes, and if something after it raised, nobody would end them.
+        # Last: it starts processes. If a later line raised an error, they would not be ended.
         rewards.Scorer(config.reward),
     )
 

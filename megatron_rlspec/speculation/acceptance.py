@@ -235,7 +235,7 @@ class Acceptance:
     rates                    [depth] posterior means of a_1..a_depth
     totals                   [depth + 1] expected tokens of a round of 0..depth steps
 
-    `rates` and `totals` follow from the others: whoever changes those must call `_refresh`.
+    `rates` and `totals` are computed from the other fields. Call `_refresh` after a change of those.
     """
 
     weight_per_round = float(np.exp(-1 / 200))  # weight of earlier observations, per round

@@ -203,8 +203,8 @@ class Selection:
     def _cells(self, logq: np.ndarray) -> np.ndarray:
         """Return the cells [k, B] of log q [B, k].
 
-        The last result is kept: `lengths` and `observe` ask for the same array one after the other. It is recognised as
-        an object, so nobody may write into it in between.
+        The last result is kept: `lengths` and `observe` ask for the same array one after the other. The array is
+        compared by identity, so its values must not change in between.
         """
         if logq is not self._newest[0]:
             self._newest = (logq, cells_of(np.ascontiguousarray(logq.T, np.float32)))

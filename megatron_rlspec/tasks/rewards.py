@@ -161,7 +161,7 @@ class Scoring:
         return failures
 
     def cancel(self) -> None:
-        """Drop rewards that have not begun, because nobody will call `finish`. Those that have begun run on."""
+        """Drop rewards that have not begun; `finish` is not called for them. Rewards that have begun run on."""
         for future in list(self._results.values()):
             future.cancel()
 
@@ -287,8 +287,8 @@ class _Worker:
     def _stop_if_late(self, deadline: float) -> None:
         """Raise RewardError after an interruption, or past `deadline`. In the second case the worker is killed."""
         if self._interrupted.is_set():
-            # The worker lives on until `Scorer.close`. Nobody reads its late answer: the event stays set, so every
-            # later call of `_receive` ends here.
+            # The worker lives on until `Scorer.close`. Its late answer is not read: the event stays set, so every later
+            # call of `_receive` ends here.
             raise RewardError("the run was interrupted")
         if time.monotonic() >= deadline:
             self.stop()

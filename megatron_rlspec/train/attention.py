@@ -46,7 +46,7 @@ class Chain:
     links    those of depths 2 up to the one before the depth that runs, `[t, g, d]` each
     current  those of the depth that runs, or has run last: set by `PackedAttention.forward`, read by `next`
 
-    All of the policy's layers share one empty chain, as at depth 1: each overwrites `current`, and nobody reads it.
+    All of the policy's layers share one empty chain, as at depth 1. Each layer overwrites `current`; it is not read.
     Gradients flow through all pairs.
     """
 

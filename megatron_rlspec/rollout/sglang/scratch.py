@@ -79,8 +79,8 @@ def remove_at_end(directory: Path) -> None:
         os._exit(0)  # `_exit` runs no handlers of the process that was forked
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    # The small process closes its copies of the output streams. Otherwise whoever reads this process's output would
-    # wait for the end of both.
+    # The small process closes its copies of the output streams. Otherwise a reader of this process's output would wait
+    # until both processes end.
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)

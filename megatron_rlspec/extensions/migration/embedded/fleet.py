@@ -163,7 +163,7 @@ class Fleet:
         """Hand samples that have ended to their `generate`. The caller holds `_fields_lock`."""
         for sample in samples:
             self._dealt.discard(sample.request_id)
-            # `_forget` may have dropped the request; then nobody waits for the sample.
+            # `_forget` may have dropped the request. Then no `generate` waits for the sample.
             if self._open.pop(sample.request_id, None) is not None:
                 self._done[sample.request_id] = sample
 

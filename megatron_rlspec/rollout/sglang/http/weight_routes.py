@@ -70,7 +70,7 @@ class _Memory:
 
         The schedulers must have read them when the `with` block ends: the next bucket overwrites them.
         """
-        # Nobody else may get this piece meanwhile: bodies of two clients can arrive at the same time.
+        # No other request may get this piece meanwhile: bodies of two clients can arrive at the same time.
         piece = self._free
         self._free = torch.empty(0, dtype=torch.uint8)
         if piece.numel() < size:

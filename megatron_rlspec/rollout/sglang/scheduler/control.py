@@ -227,7 +227,7 @@ def _spec_rule_report(scheduler: Any) -> dict[str, Any]:
 
 
 def _stats(scheduler: Any) -> dict[str, Any]:
-    """Return the sums of the rounds since the last call, whoever made it, and forget them."""
+    """Return the sums of the rounds since the last call by any client, and forget them."""
     return {"rounds": [asdict(s) for s in rounds.take()]}
 
 

@@ -129,7 +129,7 @@ class CoupledDrafts:
             keys = forward_batch.positions[: len(logits)] + 1
             drafts, logq = self._choose(logits, keys, self._loop)
             # Only ragged rounds read log q. A graph keeps what this branch did when the graph was captured. `why_even`
-            # may be set later: then graphs still write log q, which nobody reads.
+            # may be set later. Then graphs still write log q, and it is not read.
             if not decisions.decider.why_even:
                 self._logq[: len(logq), self._step] = logq
                 self._step += 1

@@ -243,7 +243,7 @@ class RaggedRound:
                 verify_input.draft_token_num, device=batch.seq_lens.device
             )
             slots = pool.req_to_token[batch.req_pool_indices[:, None], places].flatten().long()
-        # Padding has slot 0, where SGLang writes what nobody reads.
+        # Padding has slot 0. SGLang writes there, too, and never reads it.
         verify_input.draft_token = pad(packed, padding)
         verify_input.positions = pad(verify_input.positions[nodes], padding)
         verify_input.prepared_out_cache_loc = pad(slots[nodes], padding)
