@@ -114,7 +114,7 @@ class OnlineLearner(DrafterSchedule):
             if rollout_seconds is not None:  # on rank 0, which writes the record
                 # The update ran beside the rollout: only its seconds beyond the rollout's cost the run time.
                 spent = self.update_seconds if self.last_update == step else 0.0
-                # NaN: a checkpoint had the rollout, so the update ran beside none.
+                # NaN: a checkpoint had the rollout, so no rollout ran during the update.
                 beside = rollout_seconds if rollout_seconds >= 0 else 0.0
                 hidden_seconds = min(spent, beside)
                 metrics |= {
